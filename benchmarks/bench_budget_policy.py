@@ -1,0 +1,276 @@
+"""How much time `--budget auto` loses against the best fixed plan in hindsight, by simulation.
+
+Each scenario is a text whose positions carry what the drafter would get right there; each cost table
+says what a round costs. Policy and every fixed plan decode the same text; regret is the policy's time over the best
+fixed plan's, less 1. Accept lengths by budget are those measured for the 135M pair (tree:8 is extrapolated).
+At each depth the true token needs some ladder level (chain, 8, 16, ...) to be in the draft, drawn
+independently by depth, and a path needs the highest level on it: trees are nested, and P(depth d or more at
+level j) = a_j ** d, with a_j solved from the measured mean. Run: python benchmarks/bench_budget_policy.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddtree.config import Mode
+from ddtree.tree.budget import CostTable, DraftPlan, NodeBudgetPolicy, RoundFeedback
+
+HERE = Path(__file__).parent
+DRAFT_DEPTH = 15
+BUDGETS = (8, 16, 32, 64, 128)
+# Accept length of the chain, then of the tree at BUDGETS.
+ACCEPT_LENGTHS = {
+    "gsm8k": (2.42, 2.86, 3.09, 3.32, 3.53, 3.74),
+    "humaneval": (1.76, 2.10, 2.24, 2.39, 2.55, 2.71),
+    "mt_bench": (1.74, 2.08, 2.22, 2.36, 2.51, 2.65),
+    "useless": (1.0,) * 6,
+    "weak": (1.08, 1.11, 1.13, 1.15, 1.17, 1.19),
+    "strong": (7.4, 6.7, 8.0, 8.5, 8.9, 9.2),
+    "perfect": (15.97, 8.99, 15.97, 15.97, 15.97, 15.97),
+}
+NUM_TOKENS = 8000
+REQUEST_TOKENS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`quality(position)` gives the accept lengths there; the rest says how the policy is misled."""
+
+    name: str
+    quality: Callable[[int], tuple[float, ...]]
+    num_tokens: int = NUM_TOKENS
+    round_noise: float = 0.03
+    outlier_chance: float = 0.0
+    context_growth: float = 0.0
+    table_error: float = 0.0
+    surrogate_bias: float = 0.0
+
+
+def constant(name: str) -> Callable[[int], tuple[float, ...]]:
+    return lambda position: ACCEPT_LENGTHS[name]
+
+
+def blend(low: str, high: str, share: Callable[[int], float]) -> Callable[[int], tuple[float, ...]]:
+    def quality(position: int) -> tuple[float, ...]:
+        part = round(share(position), 2)
+        return tuple(
+            a + (b - a) * part for a, b in zip(ACCEPT_LENGTHS[low], ACCEPT_LENGTHS[high], strict=True)
+        )
+
+    return quality
+
+
+def phases(period: int, *names: str) -> Callable[[int], tuple[float, ...]]:
+    return lambda position: ACCEPT_LENGTHS[names[position // period % len(names)]]
+
+
+def sinusoid(low: str, high: str, period: int) -> Callable[[int], tuple[float, ...]]:
+    return blend(low, high, lambda position: 0.5 - 0.5 * math.cos(2 * math.pi * position / period))
+
+
+def scenarios() -> list[Scenario]:
+    """Every scenario of the suite."""
+    mixed = phases(REQUEST_TOKENS, "gsm8k", "mt_bench", "humaneval", "gsm8k", "weak", "mt_bench", "strong")
+    return [
+        *(Scenario(name, constant(name), num_tokens=NUM_TOKENS * (3 if name in ("strong", "perfect") else 1)) for name in ACCEPT_LENGTHS),
+        Scenario("sinusoid weak to gsm8k", sinusoid("weak", "gsm8k", 2000)),
+        Scenario("sinusoid gsm8k to strong", sinusoid("gsm8k", "strong", 2000)),
+        Scenario("abrupt gsm8k, useless, gsm8k", phases(NUM_TOKENS // 3, "gsm8k", "useless", "gsm8k")),
+        Scenario("abrupt useless, strong, useless", phases(NUM_TOKENS // 3, "useless", "strong", "useless")),
+        Scenario("requests of mixed sets", mixed),
+        Scenario("mt_bench, noisy round times", constant("mt_bench"), round_noise=0.15, outlier_chance=0.02),
+        Scenario("mt_bench, growing context", constant("mt_bench"), context_growth=1.0),
+        Scenario("mt_bench, wrong cost table", constant("mt_bench"), table_error=0.2),
+        Scenario("gsm8k, overconfident forecast", constant("gsm8k"), surrogate_bias=1.4),
+        Scenario("useless, confident forecast", constant("useless"), surrogate_bias=1.4),
+        Scenario("cold start, 200 tokens, gsm8k", constant("gsm8k"), num_tokens=REQUEST_TOKENS),
+        Scenario("cold start, 200 tokens, mt_bench", constant("mt_bench"), num_tokens=REQUEST_TOKENS),
+        Scenario("cold start, 200 tokens, useless", constant("useless"), num_tokens=REQUEST_TOKENS),
+    ]
+
+
+def geometric_base(mean: float, depth: int) -> float:
+    """The a with a + a^2 + ... + a^depth = mean."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**d for d in range(1, depth + 1)) < mean else (low, middle)
+    return low
+
+
+class Text:
+    """At each position: correct drafts of the chain and of the trees at BUDGETS."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        rng = random.Random(seed)
+        bases: dict[tuple[float, ...], list[float]] = {}
+        self.scenario = scenario
+        self.drafts: list[tuple[int, ...]] = []
+        for position in range(scenario.num_tokens):
+            lengths = scenario.quality(position)
+            if lengths not in bases:
+                depths = (DRAFT_DEPTH, *(min(budget, DRAFT_DEPTH) for budget in BUDGETS))
+                bases[lengths] = [geometric_base(t - 1, d) for t, d in zip(lengths, depths, strict=True)]
+            self.drafts.append(draw_drafts(bases[lengths], rng))
+
+    def cost_factor(self, position: int) -> float:
+        """A longer context makes every round slower; each request starts short again."""
+        request_tokens = 10 * REQUEST_TOKENS
+        return 1 + self.scenario.context_growth * (position % request_tokens) / request_tokens
+
+
+def draw_drafts(bases: list[float], rng: random.Random) -> tuple[int, ...]:
+    """One round's correct drafts by level: each runs until a token that needs a higher level."""
+    drafts = [DRAFT_DEPTH, *(min(budget, DRAFT_DEPTH) for budget in BUDGETS)]
+    alive = list(range(len(bases)))
+    for depth in range(DRAFT_DEPTH):
+        draw = rng.random()
+        for level in alive:
+            if draw >= bases[level]:
+                drafts[level] = min(drafts[level], depth)
+        alive = [level for level in alive if draw < bases[level]]
+        if not alive:
+            break
+    return tuple(drafts)
+
+
+def level_of(plan: DraftPlan) -> int:
+    return 0 if plan.mode is Mode.CHAIN else 1 + BUDGETS.index(plan.node_budget)
+
+
+def tokens_of(plan: DraftPlan, drafts: tuple[int, ...]) -> int:
+    return 1 if plan.mode is Mode.AR else 1 + drafts[level_of(plan)]
+
+
+def fixed_times_ms(text: Text, costs: dict[DraftPlan, float], start: int, end: int) -> dict[DraftPlan, float]:
+    """Time of each fixed plan over the positions from `start` to `end`; the last round counts in part."""
+    times = {}
+    for plan, cost_ms in costs.items():
+        position, total_ms = start, 0.0
+        while position < end:
+            tokens = tokens_of(plan, text.drafts[position])
+            total_ms += cost_ms * text.cost_factor(position) * min(1, (end - position) / tokens)
+            position += tokens
+        times[plan] = total_ms
+    return times
+
+
+def accept_path(drafts: tuple[int, ...], budget: int) -> tuple[int, ...]:
+    """Node numbers of a path that has the given number of nodes within each budget."""
+    path, previous = [0], 0
+    for level_budget, correct in zip(BUDGETS, drafts[1:], strict=True):
+        if level_budget > budget:
+            break
+        path.extend(previous + 1 + i for i in range(correct - len(path) + 1))
+        previous = level_budget
+    return tuple(path)
+
+
+def feedback_of(
+    plan: DraftPlan, drafts: tuple[int, ...], round_ms: float, surrogate: tuple[float, ...] | None
+) -> RoundFeedback:
+    """What the engine would report of this round."""
+    tokens = tokens_of(plan, drafts)
+    if plan.mode is Mode.AR:
+        return RoundFeedback(plan, 1, round_ms)
+    if plan.mode is Mode.CHAIN:
+        return RoundFeedback(plan, tokens, round_ms, tuple(range(tokens)), tokens - 1, surrogate=surrogate)
+    path = accept_path(drafts, plan.node_budget)
+    chain = min(drafts[0], tokens)
+    censored = chain == tokens and tokens < DRAFT_DEPTH
+    return RoundFeedback(plan, tokens, round_ms, path, chain, censored, surrogate)
+
+
+def policy_time_ms(
+    text: Text, costs: dict[DraftPlan, float], seed: int
+) -> tuple[float, dict[str, int]]:
+    """Time of the policy over the whole text, and its rounds by plan."""
+    scenario = text.scenario
+    rng = random.Random(seed + 1)
+    scale = 1 + 2 * scenario.table_error
+    believed = {
+        plan: ms * scale * (1 + rng.uniform(-1, 1) * scenario.table_error) for plan, ms in costs.items()
+    }
+    policy = NodeBudgetPolicy(CostTable(believed), DRAFT_DEPTH, seed)
+    position, total_ms, rounds = 0, 0.0, dict.fromkeys(map(str, costs), 0)
+    while position < scenario.num_tokens:
+        plan = policy.choose()
+        drafts = text.drafts[position]
+        tokens = tokens_of(plan, drafts)
+        true_ms = costs[plan] * text.cost_factor(position)
+        total_ms += true_ms * min(1, (scenario.num_tokens - position) / tokens)
+        seen_ms = true_ms * math.exp(rng.gauss(0, scenario.round_noise))
+        seen_ms *= 10 if rng.random() < scenario.outlier_chance else 1
+        surrogate = forecast(scenario, rng) if scenario.surrogate_bias else None
+        policy.update(feedback_of(plan, drafts, seen_ms, surrogate))
+        rounds[str(plan)] += 1
+        position += tokens
+    return total_ms, rounds
+
+
+def forecast(scenario: Scenario, rng: random.Random) -> tuple[float, ...]:
+    """A drafter's forecast in the style of gsm8k, too high by the bias and noisy by 30 % a round."""
+    scale = scenario.surrogate_bias * math.exp(rng.gauss(-0.045, 0.3))
+    return tuple(scale * (length - 1) for length in ACCEPT_LENGTHS["gsm8k"][1:])
+
+
+def measure(scenario: Scenario, costs: dict[DraftPlan, float], seeds: range) -> dict[str, object]:
+    """Regret in percent of one scenario on one cost table, over the seeds."""
+    regrets, phase_regrets, best_plans, rounds = [], [], [], {}
+    for seed in seeds:
+        text = Text(scenario, seed)
+        total_ms, rounds = policy_time_ms(text, costs, seed)
+        fixed = fixed_times_ms(text, costs, 0, scenario.num_tokens)
+        best = min(fixed, key=lambda plan: fixed[plan])
+        regrets.append(100 * (total_ms / fixed[best] - 1))
+        best_plans.append(str(best))
+        cuts = [*range(0, scenario.num_tokens, max(scenario.num_tokens // 24, REQUEST_TOKENS)), scenario.num_tokens]
+        phase_ms = sum(
+            min(fixed_times_ms(text, costs, a, b).values()) for a, b in zip(cuts, cuts[1:], strict=False)
+        )
+        phase_regrets.append(100 * (total_ms / phase_ms - 1))
+    return {
+        "best_fixed": best_plans,
+        "regret_percent": [round(r, 2) for r in regrets],
+        "regret_percent_mean": round(statistics.fmean(regrets), 2),
+        "regret_percent_worst": round(max(regrets), 2),
+        "regret_percent_against_best_by_phase_mean": round(statistics.fmean(phase_regrets), 2),
+        "rounds_of_last_seed": {plan: n for plan, n in rounds.items() if n},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--tables", type=Path, default=HERE / "data" / "cost_tables.json")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "budget_policy.json")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    tables = json.loads(args.tables.read_text())
+    results = []
+    print(f"{'scenario':34} {'cost table':24} {'best fixed':>10} {'mean %':>7} {'worst %':>8} {'by phase %':>10}")
+    for scenario in scenarios():
+        for table in tables:
+            costs = {DraftPlan.parse(plan): ms for plan, ms in table["ms"].items()}
+            row = measure(scenario, costs, range(args.seeds))
+            results.append({"scenario": scenario.name, "cost_table": table["name"], **row})
+            print(
+                f"{scenario.name:34} {table['name']:24} {statistics.mode(row['best_fixed']):>10}"
+                f" {row['regret_percent_mean']:7.2f} {row['regret_percent_worst']:8.2f}"
+                f" {row['regret_percent_against_best_by_phase_mean']:10.2f}"
+            )
+    print(f"{time.perf_counter() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

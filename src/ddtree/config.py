@@ -1,0 +1,184 @@
+"""Everything a user can turn, in three frozen dataclasses that check themselves once.
+
+Command-line flags and the settings table in the docs are made from these fields: each carries its
+help text in `metadata["help"]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from ddtree.errors import ConfigError
+
+MAX_NODE_BUDGET = 1024
+MAX_CANDIDATE_TOPK = 1024
+MAX_STOP_STRINGS = 16
+# Dividing logits by less than this overflows float32 for no visible change in the draw.
+GREEDY_BELOW = 1e-5
+
+
+class Mode(StrEnum):
+    """How tokens are made: one a pass, a drafted chain, or a drafted tree."""
+
+    AR = "ar"
+    CHAIN = "chain"
+    TREE = "tree"
+
+
+class Dtype(StrEnum):
+    """Number format of weights and activations; `auto` lets the engine choose for the device."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+def setting(default: Any, help_text: str) -> Any:
+    """A dataclass field with a default and the help text of its flag."""
+    return field(default=default, metadata={"help": help_text})
+
+
+def check(condition: bool, name: str, value: object, allowed: str, todo: str = "") -> None:
+    """Raise `ConfigError` naming the field, its value, what is allowed and what to do."""
+    if not condition:
+        raise ConfigError(f"{name}={value!r} is not allowed: {allowed}" + (f"; {todo}" if todo else ""))
+
+
+def is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def parse_mode(value: str) -> Mode:
+    """The mode of that name, or a `ConfigError` that lists the modes."""
+    check(value in list(Mode), "mode", value, f"one of {', '.join(Mode)}")
+    return Mode(value)
+
+
+def parse_budget(value: int | str) -> int | Literal["auto"]:
+    """A node budget from 1 to `MAX_NODE_BUDGET`, or "auto"."""
+    if value == "auto":
+        return "auto"
+    allowed = f"a whole number from 1 to {MAX_NODE_BUDGET}, or auto"
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"node_budget={value!r} is not allowed: {allowed}") from None
+    check(1 <= number <= MAX_NODE_BUDGET, "node_budget", value, allowed, "try 16 on a CPU, 64 on a GPU")
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends. `temperature=0` is greedy.
+
+    Processing order at every position: logit bias, repetition penalty, presence and frequency
+    penalty, temperature, top-k, top-p, min-p; then one draw with noise keyed by (seed, absolute
+    position, token id).
+    """
+
+    max_tokens: int = setting(256, "most new tokens")
+    temperature: float = setting(0.0, "0 (below 1e-5) is greedy; 1 samples the model's own distribution")
+    top_k: int = setting(0, "keep the k most likely tokens (0: all)")
+    top_p: float = setting(1.0, "keep the smallest set of tokens with this much probability")
+    min_p: float = setting(0.0, "drop tokens below this fraction of the most likely one's probability")
+    repetition_penalty: float = setting(1.0, "divide (or multiply) logits of tokens seen in prompt or output")
+    presence_penalty: float = setting(0.0, "subtract once from logits of tokens in the output")
+    frequency_penalty: float = setting(0.0, "subtract per occurrence from logits of tokens in the output")
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, metadata={"help": "token id -> number added to its logit"}
+    )
+    seed: int = setting(0, "seed of the sampling noise")
+    stop: tuple[str, ...] = setting((), "end before this text appears (repeatable)")
+    stop_token_ids: tuple[int, ...] = setting((), "end at this token id, besides the model's own (repeatable)")
+    ignore_eos: bool = setting(False, "go on past the model's end token")
+
+    def __post_init__(self) -> None:
+        check(is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
+        check(
+            is_number(self.temperature) and 0 <= self.temperature <= 100,
+            "temperature", self.temperature, "from 0 to 100",
+        )  # fmt: skip
+        check(is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "0 (all) or more")
+        check(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0, at most 1")
+        check(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
+        check(
+            is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 10,
+            "repetition_penalty", self.repetition_penalty, "above 0, at most 10",
+        )  # fmt: skip
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            check(is_number(value) and -2 <= value <= 2, name, value, "from -2 to 2")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        for token, bias in self.logit_bias.items():
+            check(
+                is_int(token) and token >= 0 and is_number(bias),
+                "logit_bias", {token: bias}, "token ids from 0 with finite numbers",
+            )  # fmt: skip
+        check(is_int(self.seed) and -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit whole number")
+        check(
+            isinstance(self.stop, tuple) and len(self.stop) <= MAX_STOP_STRINGS
+            and all(isinstance(text, str) and text for text in self.stop),
+            "stop", self.stop, f"at most {MAX_STOP_STRINGS} non-empty strings",
+        )  # fmt: skip
+        check(
+            isinstance(self.stop_token_ids, tuple) and all(is_int(t) and t >= 0 for t in self.stop_token_ids),
+            "stop_token_ids", self.stop_token_ids, "token ids from 0",
+        )  # fmt: skip
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits depend on bias or on the tokens before them."""
+        return bool(self.logit_bias) or self.counts_tokens
+
+    @property
+    def counts_tokens(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine loads and where it runs."""
+
+    model: str = setting("smollm2-135m", "target: a known name, a local path or a Hugging Face name")
+    drafter: str = setting("auto", "DFlash drafter: auto (the one shipped for the model), none, a path or a name")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N")
+    dtype: Dtype = setting(Dtype.AUTO, "auto, float32, bfloat16 or float16")
+    threads: int = setting(0, "CPU threads (0: measured at start-up)")
+    max_context_tokens: int = setting(4096, "prompt and new tokens together; sizes the KV cache")
+    candidate_topk: int = setting(0, "candidates kept a position (0: as many as the node budget)")
+    cuda_graphs: bool = setting(True, "capture the draft and verify passes on CUDA")
+
+    def __post_init__(self) -> None:
+        for name in ("model", "drafter"):
+            value = getattr(self, name)
+            check(isinstance(value, str) and value != "", name, value, "a name or a path")
+        check(
+            self.device in ("auto", "cpu", "cuda")
+            or (self.device.startswith("cuda:") and self.device[5:].isdecimal()),
+            "device", self.device, "auto, cpu, cuda or cuda:N",
+        )  # fmt: skip
+        check(self.dtype in list(Dtype), "dtype", self.dtype, f"one of {', '.join(Dtype)}")
+        check(is_int(self.threads) and 0 <= self.threads <= 1024, "threads", self.threads, "0 (measured) to 1024")
+        check(
+            is_int(self.max_context_tokens) and 16 <= self.max_context_tokens <= 1 << 20,
+            "max_context_tokens", self.max_context_tokens, "from 16 to 1048576",
+        )  # fmt: skip
+        check(
+            is_int(self.candidate_topk) and 0 <= self.candidate_topk <= MAX_CANDIDATE_TOPK,
+            "candidate_topk", self.candidate_topk, f"0 (the node budget) to {MAX_CANDIDATE_TOPK}",
+        )  # fmt: skip

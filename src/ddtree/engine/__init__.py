@@ -1,0 +1,1 @@
+"""The embedded engine: the whole round, readable and runnable on one machine."""

@@ -1,0 +1,119 @@
+"""Choices that are measured at start-up: number format, CPU threads, what a round of each plan costs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddtree.config import Dtype, Mode, SamplingParams
+from ddtree.engine.sampling import TokenChooser
+from ddtree.engine.sequence import ModelPair, Sequence
+from ddtree.errors import ConfigError
+from ddtree.layers.linear import Linear
+from ddtree.layers.window import Window
+from ddtree.tree.budget import PLAIN, CostTable, DraftPlan
+
+if TYPE_CHECKING:
+    from ddtree.engine.round_runner import RoundRunner
+
+logger = logging.getLogger(__name__)
+
+CPU_BUDGETS = (8, 16, 32, 64)
+CUDA_BUDGETS = (15, 31, 63, 127)  # verify widths of 16, 32, 64 and 128 rows fill the matrix units' tiles
+PROBE_PREFIX_TOKENS = 200
+PROBE_WIDTH = 17
+
+
+def median_s(step: Callable[[], object], repeats: int) -> float:
+    """Median seconds of a step on the host, after one warm-up call."""
+    step()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
+    """The torch dtype of a setting; `auto` is bfloat16 where it is the faster one.
+
+    Raises:
+        ConfigError: float16 on a CPU, bfloat16 on a CUDA device without it.
+    """
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        if wanted is Dtype.BFLOAT16 and not has_bfloat16:
+            raise ConfigError("dtype='bfloat16' is not allowed on this GPU: auto, float16 or float32")
+        if wanted is Dtype.AUTO:
+            return torch.bfloat16 if has_bfloat16 else torch.float16
+    elif wanted is Dtype.FLOAT16:
+        raise ConfigError("dtype='float16' is not allowed on a CPU: auto, bfloat16 or float32")
+    elif wanted is Dtype.AUTO:
+        return min((torch.bfloat16, torch.float32), key=_linear_s)
+    return {
+        Dtype.FLOAT32: torch.float32,
+        Dtype.BFLOAT16: torch.bfloat16,
+        Dtype.FLOAT16: torch.float16,
+    }[wanted]
+
+
+def _linear_s(dtype: torch.dtype) -> float:
+    """Seconds of one linear map of a verify pass."""
+    linear = Linear(torch.full((1024, 1024), 0.01, dtype=dtype))
+    rows = torch.full((PROBE_WIDTH, 1024), 0.01, dtype=dtype)
+    return median_s(lambda: linear(rows), repeats=9)
+
+
+def choose_threads(pair: ModelPair) -> int:
+    """Set the number of CPU threads at which a verify pass is fastest, and return it.
+
+    Powers of two up to the cores this process may use are timed, fewest first; more threads must win
+    by 5 %, since idle cores are worth having.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    counts = sorted({cores, *(1 << i for i in range(cores.bit_length()) if 1 << i <= cores)})
+    window = Window.at(
+        PROBE_PREFIX_TOKENS, torch.arange(PROBE_PREFIX_TOKENS, PROBE_PREFIX_TOKENS + PROBE_WIDTH), None
+    )
+    pair.kv_cache.data[:, :, :, :PROBE_PREFIX_TOKENS].zero_()
+    tokens = torch.zeros(PROBE_WIDTH, dtype=torch.int64)
+    best, best_s = counts[0], float("inf")
+    for count in counts:
+        torch.set_num_threads(count)
+        seconds = median_s(lambda: pair.target.forward(tokens, window, pair.kv_cache, ()), repeats=3)
+        if seconds < 0.95 * best_s:
+            best, best_s = count, seconds
+    torch.set_num_threads(best)
+    logger.info("CPU threads: %d of %d cores, verify pass of %d tokens %.1f ms", best, cores, PROBE_WIDTH, best_s * 1e3)
+    return best
+
+
+def measure_costs(pair: ModelPair, sequence: Sequence, runner: RoundRunner) -> CostTable:
+    """Milliseconds of a whole round of each plan that the policy may choose, a context of 200 tokens before it."""
+    device = sequence.root_token.device
+    chooser = TokenChooser(SamplingParams(), (0,), pair.target.info.vocab_size, device)
+    pair.kv_cache.data[:, :, :, :PROBE_PREFIX_TOKENS].zero_()
+    costs: dict[DraftPlan, float] = {}
+    for plan in plans_for(pair, device):
+
+        def step(plan: DraftPlan = plan) -> None:
+            sequence.begin(0, PROBE_PREFIX_TOKENS)
+            runner.run(plan, chooser, ())
+
+        costs[plan] = median_s(step, repeats=3 if device.type == "cpu" else 9) * 1e3
+    logger.info("round costs: %s", ", ".join(f"{plan} {ms:.2f} ms" for plan, ms in costs.items()))
+    return CostTable(costs)
+
+
+def plans_for(pair: ModelPair, device: torch.device) -> list[DraftPlan]:
+    """Plans among which the budget policy chooses on a device."""
+    budgets = CPU_BUDGETS if device.type == "cpu" else CUDA_BUDGETS
+    trees = [DraftPlan(Mode.TREE, budget) for budget in budgets]
+    return [PLAIN, DraftPlan(Mode.CHAIN, pair.block_size - 1), *trees]

@@ -1,0 +1,120 @@
+"""One round: draft, build, verify, accept, commit (arXiv 2604.12989, section 3)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddtree.config import Mode
+from ddtree.engine.protocols import TargetOutput
+from ddtree.engine.sampling import TokenChooser, choose_along_path, count_paths
+from ddtree.engine.sequence import ModelPair, Sequence
+from ddtree.layers.window import Window
+from ddtree.tree.budget import DraftPlan
+from ddtree.tree.build_torch import build_chain
+from ddtree.tree.build_triton import build_trees_with_layout
+from ddtree.tree.draft_tree import DraftTree
+from ddtree.tree.layout import TreeLayout, tree_layout
+from ddtree.tree.marginals import DraftMarginals
+from ddtree.tree.verify import VerifyResult, follow
+
+
+class Built(NamedTuple):
+    """A tree and how it is laid out for the verify pass; `top1_tokens` [draft_depth] is the chain."""
+
+    tree: DraftTree
+    layout: TreeLayout
+    top1_tokens: Tensor | None
+
+
+class Verified(NamedTuple):
+    """What the target said about a tree, and the window it said it in."""
+
+    output: TargetOutput
+    window: Window
+
+
+class Round(NamedTuple):
+    """A finished round: the tree and what was accepted of it."""
+
+    built: Built
+    result: VerifyResult
+
+
+def decode_round(pair: ModelPair, sequence: Sequence, plan: DraftPlan, chooser: TokenChooser) -> Round:
+    """Draft a tree after the root, verify it in one target pass and commit the accept path."""
+    marginals = draft(pair, sequence, plan)
+    built = build(marginals, sequence, plan)
+    verified = verify(pair, sequence, built)
+    result = accept(built, verified, chooser, pair.block_size - 1)
+    commit(pair, sequence, verified, result)
+    return Round(built, result)
+
+
+def draft(pair: ModelPair, sequence: Sequence, plan: DraftPlan) -> DraftMarginals | None:
+    """One drafter pass over a whole block; None when the plan is plain decoding."""
+    if plan.mode is Mode.AR or pair.drafter is None or pair.draft_context is None:
+        return None
+    block_size = pair.drafter.block_size
+    offsets = torch.arange(block_size, device=sequence.root_token.device)
+    everything = torch.ones(block_size, block_size, dtype=torch.bool, device=offsets.device)
+    window = sequence.window(offsets, everything)
+    logits = pair.drafter.draft_logits(sequence.root_token, pair.draft_context, window)
+    return DraftMarginals.from_logits(logits[None], pair.topk(plan))  # [1, draft_depth, K]
+
+
+def build(marginals: DraftMarginals | None, sequence: Sequence, plan: DraftPlan) -> Built:
+    """The tree of the most probable prefixes, the chain, or the root alone."""
+    if marginals is None:
+        tree = root_only(sequence.root_token)
+        return Built(tree, tree_layout(tree, sequence.prefix_len), None)
+    top1_tokens = marginals.tokens[0, :, 0]
+    if plan.mode is Mode.CHAIN:
+        tree = build_chain(marginals, sequence.root_token)
+        return Built(tree, tree_layout(tree, sequence.prefix_len), top1_tokens)
+    tree, layout, _ = build_trees_with_layout(
+        marginals, sequence.root_token, sequence.prefix_len, plan.node_budget
+    )
+    return Built(tree, layout, top1_tokens)
+
+
+def root_only(root_token: Tensor) -> DraftTree:
+    """The tree of plain decoding: root_token [1] and nothing below it."""
+    root = root_token[None].clone()  # [1, 1], since the commit overwrites the root in place
+    zero = torch.zeros_like(root)
+    return DraftTree(root, zero - 1, zero, zero.float())
+
+
+def verify(pair: ModelPair, sequence: Sequence, built: Built) -> Verified:
+    """One target pass over all nodes; each sees the prefix and its own ancestors."""
+    window = sequence.window(built.tree.depths[0], built.layout.ancestor_mask[0])
+    output = pair.target.forward(built.tree.tokens[0], window, pair.kv_cache, pair.tap_layer_ids)
+    return Verified(output, window)
+
+
+def accept(built: Built, verified: Verified, chooser: TokenChooser, draft_depth: int) -> VerifyResult:
+    """Follow the target's own choice from the root while a child carries it."""
+    tree, layout, logits = built.tree, built.layout, verified.output.logits
+    if logits.is_cpu:
+        target_tokens = choose_along_path(chooser, logits, tree, layout)
+    else:
+        path_counts = None
+        if chooser.params.counts_tokens:
+            path_counts = count_paths(tree.tokens[0], layout.ancestor_mask[0], logits.shape[-1])
+        target_tokens = chooser.choose(logits, layout.positions[0] + 1, path_counts)
+    return follow(tree, layout.ancestor_mask, target_tokens[None], draft_depth)
+
+
+def commit(pair: ModelPair, sequence: Sequence, verified: Verified, result: VerifyResult) -> None:
+    """Move the accept path's KV to the front, give its features to the drafter, advance the root."""
+    path = result.accept_indices[0].clamp(min=0)  # [block_size], rows past the path are junk
+    window = verified.window
+    if window.start is not None:
+        path = path[: int(result.num_correct_drafts) + 1]  # the one wanted sync of an eager round
+    pair.kv_cache.compact(window, path)
+    if pair.drafter is not None and pair.draft_context is not None and verified.output.taps is not None:
+        committed = sequence.window(torch.arange(path.shape[0], device=path.device), None)
+        pair.drafter.append(pair.draft_context, verified.output.taps[path], committed)
+    sequence.advance(result.bonus_tokens, result.num_correct_drafts + 1)

@@ -1,0 +1,219 @@
+"""The embedded engine: one sequence at a time, plain, chain or tree, with the same text for one seed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddtree.config import MAX_NODE_BUDGET, EngineConfig, Mode
+from ddtree.draft.load import load_drafter
+from ddtree.engine.calibrate import choose_dtype, choose_threads, measure_costs
+from ddtree.engine.planner import Planner, fixed_plan
+from ddtree.engine.protocols import Drafter, TargetModel
+from ddtree.engine.request import Generation, Request
+from ddtree.engine.round_runner import EagerRunner, GraphRunner, RoundRunner
+from ddtree.engine.sampling import TokenChooser
+from ddtree.engine.sequence import ModelPair, Sequence
+from ddtree.engine.stream import TokenStream
+from ddtree.engine.target import load_target, stack_for
+from ddtree.errors import ConfigError, ContextLengthError, DDTreeError
+from ddtree.layers.window import Window
+from ddtree.models import resolve_drafter, resolve_target
+from ddtree.tree.budget import NodeBudgetPolicy
+
+logger = logging.getLogger(__name__)
+
+PREFILL_CHUNK_TOKENS = 256
+
+
+class Engine:
+    """A target, its drafter and one static cache.
+
+    Args:
+        target: the model being sped up.
+        drafter: its drafter, or None for plain decoding only.
+        tokenizer: a transformers tokenizer.
+        config: settings; `max_context_tokens` is cut to what the target was made for.
+        eos_tokens: token ids that end a text.
+    """
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        tokenizer: Any,
+        config: EngineConfig,
+        eos_tokens: frozenset[int],
+        device: torch.device,
+    ) -> None:
+        self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
+        self.config, self.eos_tokens, self.device = config, eos_tokens, device
+        self.max_context_tokens = min(config.max_context_tokens, target.info.max_positions)
+        capacity = self.max_context_tokens + MAX_NODE_BUDGET + 1
+        context = drafter.new_context(self.max_context_tokens + drafter.block_size) if drafter else None
+        self.pair = ModelPair(target, target.new_kv_cache(capacity), drafter, context, config.candidate_topk)
+        self.sequence = Sequence(device)
+        use_graphs = device.type == "cuda" and config.cuda_graphs and target.supports_graphs
+        self.runner: RoundRunner = (GraphRunner if use_graphs else EagerRunner)(self.pair, self.sequence)
+        self.lock = threading.Lock()
+        self._policy: NodeBudgetPolicy | None = None
+
+    @classmethod
+    def load(cls, config: EngineConfig | None = None) -> Engine:
+        """Load target, drafter and tokenizer as the settings say.
+
+        Raises:
+            ModelError: a model cannot be found, read or used; a drafter does not fit.
+            ConfigError: a device or dtype that this machine does not have.
+        """
+        from transformers import AutoTokenizer
+
+        config = config or EngineConfig()
+        device = choose_device(config.device)
+        folder = Path(resolve_target(config.model))
+        drafter_folder = resolve_drafter(config.drafter, config.model)
+        dtype = choose_dtype(config.dtype, device)
+        max_positions = config.max_context_tokens + MAX_NODE_BUDGET + 1
+        if device.type == "cpu":
+            torch.set_num_threads(config.threads or torch.get_num_threads())
+        with torch.inference_mode():
+            target = load_target(folder, dtype, device, max_positions)
+            drafter = None
+            if drafter_folder is not None:
+                drafter = load_drafter(
+                    Path(drafter_folder), target.info, target.embed, target.head, dtype, device,
+                    max_positions, stack_for(device),
+                )  # fmt: skip
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            engine = cls(target, drafter, tokenizer, config, eos_tokens_of(folder, tokenizer), device)
+            if device.type == "cpu" and config.threads == 0:
+                choose_threads(engine.pair)
+        logger.info("engine ready: %s on %s, %s", config.model, device, dtype)
+        return engine
+
+    def encode(self, prompt: str, *, chat: bool = True) -> tuple[int, ...]:
+        """Token ids of a prompt, put into the model's chat template unless `chat` is false.
+
+        Raises:
+            ConfigError: the prompt is empty, or the model has no chat template.
+        """
+        if not prompt.strip():
+            raise ConfigError(f"prompt={prompt!r} is not allowed: some text; give a prompt that is not empty")
+        if not chat:
+            return tuple(self.tokenizer.encode(prompt))
+        if not self.tokenizer.chat_template:
+            raise ConfigError("the model has no chat template; give the text as it is with --raw")
+        messages = [{"role": "user", "content": prompt}]
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def generate(self, request: Request) -> Generation:
+        """Run a request to its end."""
+        stream = self.stream(request)
+        for _ in stream:
+            pass
+        return stream.result()
+
+    def stream(self, request: Request) -> TokenStream:
+        """Start a request; iterate over the stream to run it.
+
+        Raises:
+            ConfigError: the request asks for something this engine cannot honour.
+            ContextLengthError: the prompt leaves no room for a new token.
+        """
+        self._check(request)
+        plan = fixed_plan(request.mode, request.node_budget, self.pair.block_size)
+        planner = Planner(plan, None if plan is not None else self.policy())
+        chooser = TokenChooser(
+            request.sampling, request.prompt_tokens, self.target.info.vocab_size, self.device
+        )
+        return TokenStream(self, request, planner, chooser)
+
+    def acquire(self) -> None:
+        """Take the engine for one request; whoever takes it releases `lock`.
+
+        Raises:
+            DDTreeError: it runs another request.
+        """
+        if not self.lock.acquire(blocking=False):
+            raise DDTreeError("the engine runs one request at a time and is busy; finish or cancel that one first")
+
+    def policy(self) -> NodeBudgetPolicy:
+        """The node budget policy, kept over requests; made at first use by measuring what rounds cost."""
+        if self._policy is None:
+            self.acquire()
+            try:
+                with torch.inference_mode():
+                    costs = measure_costs(self.pair, self.sequence, self.runner)
+            finally:
+                self.lock.release()
+            self._policy = NodeBudgetPolicy(costs, self.pair.block_size - 1)
+        return self._policy
+
+    def prefill(self, prompt_tokens: tuple[int, ...], chooser: TokenChooser) -> int:
+        """Fill cache and drafter context from a prompt; returns the first new token.
+
+        The new token becomes the root: committed, its KV not yet in the cache.
+        """
+        tokens = torch.tensor(prompt_tokens, device=self.device)
+        pair, logits = self.pair, None
+        for start in range(0, len(prompt_tokens), PREFILL_CHUNK_TOKENS):
+            chunk = tokens[start : start + PREFILL_CHUNK_TOKENS]
+            positions = torch.arange(start, start + chunk.shape[0], device=self.device)
+            window = Window.at(start, positions, None)
+            output = pair.target.forward(chunk, window, pair.kv_cache, pair.tap_layer_ids, last_only=True)
+            if pair.drafter is not None and pair.draft_context is not None and output.taps is not None:
+                pair.drafter.append(pair.draft_context, output.taps, window)
+            logits = output.logits
+        assert logits is not None
+        position = torch.tensor([len(prompt_tokens)], device=self.device)
+        root_token = chooser.choose(logits, position)
+        chooser.count(root_token)
+        self.sequence.begin(int(root_token), len(prompt_tokens))
+        return int(root_token)
+
+    def _check(self, request: Request) -> None:
+        limit = self.max_context_tokens
+        if len(request.prompt_tokens) >= limit:
+            raise ContextLengthError(
+                f"the prompt has {len(request.prompt_tokens)} tokens, at most {limit - 1} are allowed "
+                f"(context {limit} less one new token); shorten it or raise max_context_tokens"
+            )
+        vocab_size = self.target.info.vocab_size
+        for token in request.prompt_tokens:
+            if not 0 <= token < vocab_size:
+                raise ConfigError(f"prompt token {token} is not allowed: ids from 0 to {vocab_size - 1}")
+        if request.mode is not Mode.AR and self.drafter is None:
+            fixed_plan(request.mode, request.node_budget, 1)
+
+
+def choose_device(name: str) -> torch.device:
+    """The torch device of a setting.
+
+    Raises:
+        ConfigError: a CUDA device that is not there.
+    """
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        return torch.device("cuda" if available else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= available:
+        raise ConfigError(f"device={name!r} is not allowed here: {available} CUDA devices found; use cpu or auto")
+    return device
+
+
+def eos_tokens_of(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end a text, from the generation config and the tokenizer."""
+    from transformers import GenerationConfig
+
+    eos: Any = tokenizer.eos_token_id
+    if (folder / "generation_config.json").is_file():
+        configured = GenerationConfig.from_pretrained(folder).eos_token_id
+        eos = configured if configured is not None else eos
+    if eos is None:
+        return frozenset()
+    return frozenset(eos if isinstance(eos, list | tuple) else [eos])

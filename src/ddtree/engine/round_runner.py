@@ -1,0 +1,142 @@
+"""Runs rounds: eagerly, or on CUDA as replays of captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ddtree.config import Mode
+from ddtree.engine.decode_round import Built, Round, Verified, accept, build, commit, decode_round, draft, verify
+from ddtree.engine.readout import Readout, pack, unpack
+from ddtree.engine.sampling import TokenChooser
+from ddtree.engine.sequence import ModelPair, Sequence
+from ddtree.tree.budget import DraftPlan
+from ddtree.tree.verify import VerifyResult
+
+SHORTEST_EXTENT = 512
+
+
+class RoundRunner(Protocol):
+    """Runs one round and reads it."""
+
+    last_round: Round
+
+    def run(self, plan: DraftPlan, chooser: TokenChooser, budgets: tuple[int, ...]) -> Readout: ...
+
+
+class EagerRunner:
+    """Calls `decode_round` as it is written."""
+
+    last_round: Round
+
+    def __init__(self, pair: ModelPair, sequence: Sequence) -> None:
+        self._pair, self._sequence = pair, sequence
+
+    def run(self, plan: DraftPlan, chooser: TokenChooser, budgets: tuple[int, ...]) -> Readout:
+        """One round, and the host's knowledge of where the sequence stands brought up to date."""
+        finished = decode_round(self._pair, self._sequence, plan, chooser)
+        vector = pack(finished, budgets)
+        readout = unpack(vector, self._pair.block_size, has_draft=plan.mode is not Mode.AR)
+        assert self._sequence.start is not None
+        self._sequence.start += len(readout.accept_tokens)
+        self.last_round = finished
+        return readout
+
+
+class GraphRunner:
+    """The same steps as `decode_round`, captured as CUDA graphs once for each plan and key extent.
+
+    Draft and build are one graph, verify is another. A greedy request without penalties has accept and
+    commit in the verify graph; another accepts eagerly in between, since its processing varies.
+    """
+
+    last_round: Round
+
+    def __init__(self, pair: ModelPair, sequence: Sequence) -> None:
+        self._pair, self._sequence = pair, sequence
+        self._graphs: dict[tuple[Any, ...], tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool: Any = None
+        row = torch.zeros(1, pair.block_size, dtype=torch.int64, device=sequence.root_token.device)
+        # Where an eager accept leaves the path for the commit graph to read.
+        self._path = VerifyResult(row, row.clone(), row[:, 0].clone(), row[:, 0].clone())
+
+    def run(self, plan: DraftPlan, chooser: TokenChooser, budgets: tuple[int, ...]) -> Readout:
+        """Replay one round; the first round of a plan or of a longer extent captures it."""
+        start = self._sequence.start
+        assert start is not None
+        extent = self._extent(start + max(plan.node_budget + 1, self._pair.block_size))
+        is_plain_greedy = chooser.params.is_greedy and not chooser.params.changes_logits
+        self._sequence.start, self._sequence.kv_extent = None, extent
+        built = self._replay(("draft", plan, extent), lambda: self._draft_and_build(plan))
+        if is_plain_greedy:
+            key = ("round", plan, extent, budgets)
+            finished, vector = self._replay(key, lambda: self._verify_to_commit(built, chooser, budgets))
+        else:
+            finished = self._accept_between(built, plan, extent, chooser)
+            vector = pack(finished, budgets)
+        readout = unpack(vector, self._pair.block_size, has_draft=plan.mode is not Mode.AR)
+        self._sequence.start = start + len(readout.accept_tokens)
+        self.last_round = finished
+        return readout
+
+    def _draft_and_build(self, plan: DraftPlan) -> Built:
+        return build(draft(self._pair, self._sequence, plan), self._sequence, plan)
+
+    def _verify_to_commit(
+        self, built: Built, chooser: TokenChooser, budgets: tuple[int, ...]
+    ) -> tuple[Round, Tensor]:
+        verified = verify(self._pair, self._sequence, built)
+        result = accept(built, verified, chooser, self._pair.block_size - 1)
+        commit(self._pair, self._sequence, verified, result)
+        finished = Round(built, result)
+        return finished, pack(finished, budgets)
+
+    def _accept_between(self, built: Built, plan: DraftPlan, extent: int, chooser: TokenChooser) -> Round:
+        verify_key, commit_key = ("verify", plan, extent), ("commit", plan, extent)
+        verified: Verified = self._captured(verify_key, lambda: verify(self._pair, self._sequence, built))[1]
+        # Captured before the verify graph runs: warming up a commit moves KV, which may happen only once.
+        self._captured(commit_key, lambda: commit(self._pair, self._sequence, verified, self._path))
+        self._graphs[verify_key][0].replay()
+        result = accept(built, verified, chooser, self._pair.block_size - 1)
+        for kept, new in zip(self._path, result, strict=True):
+            kept.copy_(new)
+        self._graphs[commit_key][0].replay()
+        return Round(built, result)
+
+    def _extent(self, needed: int) -> int:
+        """The power of two that holds `needed` key slots, at most the cache."""
+        extent = SHORTEST_EXTENT
+        while extent < needed:
+            extent *= 2
+        return min(extent, self._pair.kv_cache.capacity_tokens)
+
+    def _replay(self, key: tuple[Any, ...], step: Callable[[], Any]) -> Any:
+        graph, output = self._captured(key, step)
+        graph.replay()
+        return output
+
+    def _captured(self, key: tuple[Any, ...], step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(step)
+        return self._graphs[key]
+
+    def _capture(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """Warm up a step (kernels compile), put the sequence back where it stood, capture the step."""
+        sequence = self._sequence
+        root_token, prefix_len = sequence.root_token.clone(), sequence.prefix_len.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                step()
+                sequence.root_token.copy_(root_token)
+                sequence.prefix_len.copy_(prefix_len)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = step()
+        self._pool = self._pool or graph.pool()
+        return graph, output

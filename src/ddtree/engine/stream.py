@@ -1,0 +1,137 @@
+"""A running request: iterate to run it, round by round."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ddtree.engine.planner import Planner
+from ddtree.engine.readout import Readout
+from ddtree.engine.request import Chunk, FinishReason, Generation
+from ddtree.engine.sampling import TokenChooser
+from ddtree.engine.text import TextStream
+from ddtree.stats import GenerationStats, RoundStats
+from ddtree.tree.budget import DraftPlan
+
+if TYPE_CHECKING:
+    from ddtree.engine.engine import Engine
+    from ddtree.engine.request import Request
+
+
+class TokenStream:
+    """Chunks of committed text and tokens of one request.
+
+    Iterating runs the request; leaving the loop early, `cancel` and errors all release the engine.
+    """
+
+    def __init__(self, engine: Engine, request: Request, planner: Planner, chooser: TokenChooser) -> None:
+        self._engine, self._request = engine, request
+        self._planner, self._chooser = planner, chooser
+        self._text = TextStream(engine.tokenizer, request.sampling.stop)
+        self._stats = GenerationStats(prompt_tokens=len(request.prompt_tokens))
+        self._tokens: list[int] = []
+        self._finish: FinishReason | None = None
+        self._cancelled = threading.Event()
+        room = engine.max_context_tokens - len(request.prompt_tokens)
+        self._max_tokens = min(request.sampling.max_tokens, room)
+        eos_tokens = frozenset() if request.sampling.ignore_eos else engine.eos_tokens
+        self._stop_tokens = eos_tokens | set(request.sampling.stop_token_ids)
+
+    def cancel(self) -> None:
+        """End the request after the round in progress; safe to call from another thread."""
+        self._cancelled.set()
+
+    def result(self) -> Generation:
+        """What was generated. Call it after the iteration has ended; a stream left early counts as cancelled."""
+        finish = self._finish or FinishReason.CANCEL
+        return Generation(self._text.text, tuple(self._tokens), finish, self._stats)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        self._engine.acquire()
+        try:
+            yield from self._run()
+        finally:
+            self._engine.lock.release()
+
+    def _run(self) -> Iterator[Chunk]:
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            first = self._engine.prefill(self._request.prompt_tokens, self._chooser)
+        self._stats.prefill_s = time.perf_counter() - begin
+        yield self._take((first,))
+        while self._finish is None:
+            # Entered anew each round: inference mode must not leak to the consumer between two chunks.
+            with torch.inference_mode():
+                accept_tokens = self._round()
+            yield self._take(accept_tokens)
+
+    def _round(self) -> tuple[int, ...]:
+        plan = self._planner.next_plan()
+        prefix_len = len(self._request.prompt_tokens) + len(self._tokens) - 1
+        begin = time.perf_counter()
+        readout = self._engine.runner.run(plan, self._chooser, self._planner.budgets)
+        round_s = time.perf_counter() - begin
+        self._stats.decode_s += round_s
+        self._stats.verify_ct += 1
+        self._stats.accept_histogram[len(readout.accept_tokens)] += 1
+        self._planner.learn(plan, readout, round_s * 1e3)
+        if self._chooser.params.counts_tokens:
+            self._chooser.count(torch.tensor(readout.accept_tokens, device=self._engine.device))
+        self._observe(plan, readout, prefix_len, round_s * 1e3)
+        return readout.accept_tokens
+
+    def _observe(self, plan: DraftPlan, readout: Readout, prefix_len: int, round_ms: float) -> None:
+        observer = self._request.observer
+        if observer is None:
+            return
+        draft_tokens, parents, log_probs = self._tree() if observer.wants_trees else ((), (), ())
+        stats = RoundStats(
+            mode=plan.mode.value,
+            node_budget=plan.node_budget,
+            num_nodes=readout.num_nodes,
+            prefix_len=prefix_len,
+            accept_tokens=readout.accept_tokens,
+            round_ms=round_ms,
+            root_token=self._tokens[-1],
+            accept_indices=readout.accept_indices,
+            draft_tokens=draft_tokens,
+            parents=parents,
+            log_probs=log_probs,
+        )
+        observer.on_round(stats)
+
+    def _tree(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
+        tree = self._engine.runner.last_round.built.tree
+        columns = slice(0, int(tree.num_nodes) + 1)
+        return (
+            tuple(tree.tokens[0, columns].tolist()),
+            tuple(tree.parents[0, columns].tolist()),
+            tuple(tree.log_probs[0, columns].tolist()),
+        )
+
+    def _take(self, tokens: tuple[int, ...]) -> Chunk:
+        """Keep committed tokens up to the one that ends the request."""
+        taken = 0
+        for token in tokens:
+            taken += 1
+            self._tokens.append(token)
+            self._finish = self._finish_reason(token)
+            if self._finish is not None:
+                break
+        if self._finish is None and self._cancelled.is_set():
+            self._finish = FinishReason.CANCEL
+        self._stats.new_tokens = len(self._tokens)
+        text = self._text.take() if self._finish is None else self._text.finish()
+        return Chunk(text, tokens[:taken], self._finish)
+
+    def _finish_reason(self, token: int) -> FinishReason | None:
+        if token in self._stop_tokens:
+            return FinishReason.STOP
+        self._text.push(token)
+        if self._text.stopped:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self._tokens) >= self._max_tokens else None

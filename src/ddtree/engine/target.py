@@ -1,0 +1,77 @@
+"""Loads a target: on the fused stack where its family allows, else on its own transformers modules."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddtree.engine.fused_target import FusedTarget, SafetensorsReader, fused_unsupported_reason
+from ddtree.engine.protocols import TargetModel
+from ddtree.engine.stock_target import StockTarget, target_unsupported_reason
+from ddtree.errors import CheckpointError, UnsupportedModelError
+from ddtree.layers.decoder import DecoderStack
+
+logger = logging.getLogger(__name__)
+
+
+def load_target(folder: Path, dtype: torch.dtype, device: torch.device, max_positions: int) -> TargetModel:
+    """The target in a checkpoint folder.
+
+    Args:
+        folder: a Hugging Face checkpoint folder.
+        dtype, device: where and how it runs.
+        max_positions: longest position that is used.
+
+    Raises:
+        CheckpointError: files are missing or broken.
+        UnsupportedModelError: the architecture cannot be verified with draft trees here.
+    """
+    config = load_config(folder)
+    reason = target_unsupported_reason(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"target {config.model_type} cannot be used with draft trees: {reason}")
+    reason = fused_unsupported_reason(config)
+    if reason is None and any(folder.glob("*.safetensors")):
+        reader = SafetensorsReader(folder)
+        return FusedTarget(config, reader, dtype, device, max_positions, stack_for(device))
+    logger.info("target %s runs on its stock modules: %s", config.model_type, reason or "no safetensors file")
+    return StockTarget(_load_stock(folder, dtype, device), dtype, device)
+
+
+def stack_for(device: torch.device) -> type[DecoderStack]:
+    """The decoder stack of a device: fused Triton kernels on CUDA, torch operations elsewhere."""
+    if device.type == "cuda":
+        from ddtree.layers.triton_decoder import TritonDecoderStack
+
+        return TritonDecoderStack
+    return DecoderStack
+
+
+def load_config(folder: Path) -> Any:
+    """The transformers config of a checkpoint folder; the text part of a multimodal one."""
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has no config.json; give a Hugging Face checkpoint folder")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except Exception as error:  # transformers raises KeyError, ValueError, OSError and its own here
+        raise CheckpointError(f"{folder}/config.json cannot be used: {_first_line(error)}") from error
+    return config.get_text_config()
+
+
+def _load_stock(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    except Exception as error:  # as above
+        raise CheckpointError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,55 @@
+"""The errors that `ddtree` raises on purpose.
+
+    DDTreeError
+    ├── ConfigError               a setting or request field with a value that is not allowed
+    │   └── ContextLengthError    a prompt or request that does not fit the context
+    ├── ModelError                a model that cannot be used
+    │   ├── ModelNotFoundError    a name or path that leads to no model
+    │   ├── CheckpointError       files that are missing, broken or of the wrong kind
+    │   ├── DrafterMismatchError  a drafter that does not fit its target
+    │   └── UnsupportedModelError an architecture that draft trees cannot be used with
+    └── MissingExtraError         an optional dependency that is not installed
+
+Each message says what is wrong, the value, what is allowed and what to do.
+"""
+
+
+class DDTreeError(Exception):
+    """Base of all errors that are the caller's to fix; the command line prints it in one line."""
+
+
+class ConfigError(DDTreeError, ValueError):
+    """A setting or request field has a value that is not allowed."""
+
+
+class ContextLengthError(ConfigError):
+    """A prompt, or prompt plus new tokens, does not fit the context."""
+
+
+class ModelError(DDTreeError):
+    """A model cannot be used."""
+
+
+class ModelNotFoundError(ModelError):
+    """A name or path leads to no model, here or where it could be downloaded from."""
+
+
+class CheckpointError(ModelError):
+    """A checkpoint's files are missing, broken or of another kind."""
+
+
+class DrafterMismatchError(ModelError):
+    """A drafter does not fit the target it should draft for."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture cannot be used with draft trees here."""
+
+
+class MissingExtraError(DDTreeError, ImportError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(
+            f"{package} is not installed; install it with: pip install 'sglang-ddtree[{extra}]'"
+        )

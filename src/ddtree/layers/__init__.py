@@ -1,0 +1,1 @@
+"""Torch layers that the target and the drafter share."""

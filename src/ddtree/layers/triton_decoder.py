@@ -1,0 +1,242 @@
+"""The decoder stack of small windows as five Triton kernels a layer; see `ddtree.layers.triton_kernels`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ddtree.errors import UnsupportedModelError
+from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack
+from ddtree.layers.rotary import RotaryTable
+from ddtree.layers.triton_attention import attention_kernel
+from ddtree.layers.triton_kernels import norm_qkv_rope_kernel, norm_swiglu_kernel, project_add_kernel
+from ddtree.layers.triton_tiles import StackTiles, Tile, tiles_for
+from ddtree.layers.window import Window
+
+KERNELS_PER_LAYER = 5
+# Above this many rows cuBLAS and the library's attention win over kernels made for small windows.
+MAX_WINDOW_TOKENS = 160
+# An input row is read in registers or short loops; wider layers belong to library matrix products.
+MAX_FEATURES = 16384
+
+
+def triton_unsupported_reason(spec: DecoderSpec, layers: Sequence[DecoderLayer]) -> str | None:
+    """Why these layers cannot run on the Triton path, or None."""
+    head_dim, dtype = spec.head_dim, layers[0].qkv.weight.dtype
+    if head_dim & (head_dim - 1) or not 16 <= head_dim <= 256:
+        return f"head_dim is {head_dim}; the kernels take 16, 32, 64, 128 or 256"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"weights are {dtype}; the kernels take bfloat16 and float32"
+    for i, layer in enumerate(layers):
+        linears = (layer.qkv, layer.out, layer.gate_up, layer.down)
+        if any(linear.is_packed or not linear.weight.is_contiguous() for linear in linears):
+            return f"layer {i} has packed or strided weights"
+        if any(linear.bias is not None for linear in linears[1:]):
+            return f"layer {i} has a bias outside qkv"
+        if (layer.q_norm is None) != (layer.k_norm is None):
+            return f"layer {i} has a norm on only one of query and key heads"
+        if any(linear.in_features > MAX_FEATURES for linear in linears):
+            return f"layer {i} is wider than {MAX_FEATURES} features"
+    return None
+
+
+def can_launch_dependents(device: torch.device) -> bool:
+    """Whether the device has programmatic dependent launch (Hopper and newer)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What the kernels of one pass hand to each other; layers reuse them.
+
+    Attributes:
+        query: [n, num_heads * head_dim].
+        attention: [num_splits, n, num_heads * head_dim], parts that the output projection merges.
+        lse: [num_splits, n, num_heads] float32, base 2.
+        middle: [n, hidden], the residual stream between attention and MLP.
+        gated: [n, intermediate].
+        hidden: [n, hidden], the residual stream after a layer that is not tapped.
+        taps: [n, num_taps * hidden], where tapped layers leave their output.
+    """
+
+    query: Tensor
+    attention: Tensor
+    lse: Tensor
+    middle: Tensor
+    gated: Tensor
+    hidden: Tensor
+    taps: Tensor
+
+    @classmethod
+    def empty(
+        cls, hidden: Tensor, spec: DecoderSpec, intermediate: int, num_splits: int, num_taps: int
+    ) -> Buffers:
+        n, features = hidden.shape
+        return cls(
+            query=hidden.new_empty(n, spec.num_heads * spec.head_dim),
+            attention=hidden.new_empty(num_splits, n, spec.num_heads * spec.head_dim),
+            lse=hidden.new_empty(num_splits, n, spec.num_heads, dtype=torch.float32),
+            middle=hidden.new_empty(n, features),
+            gated=hidden.new_empty(n, intermediate),
+            hidden=hidden.new_empty(n, features),
+            taps=hidden.new_empty(n, num_taps * features),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WindowArgs:
+    """A window as the kernels read it.
+
+    Attributes:
+        positions: [n] int64.
+        prefix_len: [1] int64.
+        mask: [n, n] uint8, or `positions` as a stand-in where the window is causal.
+        has_mask: whether `mask` is one.
+    """
+
+    positions: Tensor
+    prefix_len: Tensor
+    mask: Tensor
+    has_mask: bool
+
+    @classmethod
+    def of(cls, window: Window) -> WindowArgs:
+        positions, tree_mask = window.positions, window.tree_mask
+        if tree_mask is None:
+            return cls(positions, window.prefix_len, positions, False)
+        return cls(positions, window.prefix_len, tree_mask.contiguous().view(torch.uint8), True)
+
+
+class TritonDecoderStack:
+    """`DecoderStack` with small windows on fused kernels; larger ones (prefill) run the reference.
+
+    A pass makes no host sync and reads `prefix_len` on the device, so it can be captured in a CUDA
+    graph; outside of one, launching costs more than the kernels save.
+
+    Args:
+        spec: shape of the stack.
+        layers: weights, first layer first, all of one dtype and device.
+        rotary: tables up to the longest position used.
+        tiles: tile sizes for a number of tokens and key slots, `tiles_for` unless measuring.
+
+    Raises:
+        UnsupportedModelError: for layers that `triton_unsupported_reason` names.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        layers: Sequence[DecoderLayer],
+        rotary: RotaryTable,
+        tiles: Callable[[int, int], StackTiles] = tiles_for,
+    ) -> None:
+        reason = triton_unsupported_reason(spec, layers)
+        if reason is not None:
+            raise UnsupportedModelError(f"the Triton path cannot run this model: {reason}; use DecoderStack")
+        self.spec = spec
+        self.layers = tuple(layers)
+        self.rotary = rotary
+        self.reference = DecoderStack(spec, layers, rotary)
+        self.tiles = tiles
+        self.pdl = can_launch_dependents(self.layers[0].qkv.weight.device)
+
+    @property
+    def kernels_per_layer(self) -> int:
+        """Kernels a layer launches for a window of up to `MAX_WINDOW_TOKENS` tokens."""
+        return KERNELS_PER_LAYER
+
+    def forward(
+        self, hidden: Tensor, window: Window, kv_data: Tensor, tap_layer_ids: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the stack.
+
+        Args:
+            hidden: [n, hidden] embeddings of the window's tokens, left as they are.
+            window: their positions, slots and mask.
+            kv_data: [num_layers, 2, num_kv_heads, capacity, head_dim], written at the window's slots.
+            tap_layer_ids: layers whose outputs are wanted (layer id i = output of layer i).
+
+        Returns: hidden [n, hidden] before the final norm (rows strided where the last layer is a
+        tap), and the taps [n, num_taps * hidden] in layer order or None.
+        """
+        n = hidden.shape[0]
+        if n > MAX_WINDOW_TOKENS:
+            return self.reference.forward(hidden, window, kv_data, tap_layer_ids)
+        tiles = self.tiles(n, window.kv_extent)
+        taps = sorted({i for i in tap_layer_ids if i < len(self.layers)})
+        intermediate = self.layers[0].down.in_features
+        buffers = Buffers.empty(hidden, self.spec, intermediate, tiles.num_splits, len(taps))
+        args = WindowArgs.of(window)
+        hidden = hidden.contiguous()
+        for i, layer in enumerate(self.layers):
+            out = buffers.hidden
+            if i in taps:
+                out = buffers.taps.view(n, len(taps), -1)[:, taps.index(i)]
+            self._attend(i, hidden, args, kv_data[i], buffers, tiles)
+            self._project_add(buffers.attention, buffers.lse, layer.out.weight, hidden, buffers.middle, tiles.out)
+            self._gate_up(layer, buffers, tiles.gate_up)
+            self._project_add(buffers.gated[None], buffers.lse, layer.down.weight, buffers.middle, out, tiles.down)
+            hidden = out
+        return hidden, buffers.taps if taps else None
+
+    def _launch_options(self, tile: Tile, *, is_first: bool = False) -> dict[str, int | bool]:
+        # The interpreter knows no `launch_pdl`, so it is passed only where it is used.
+        options: dict[str, int | bool] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        if self.pdl and not is_first:
+            options["launch_pdl"] = True
+        return options
+
+    def _attend(
+        self, i: int, hidden: Tensor, args: WindowArgs, kv: Tensor, buffers: Buffers, tiles: StackTiles
+    ) -> None:
+        spec, layer, n = self.spec, self.layers[i], hidden.shape[0]
+        tile, weight = tiles.qkv, layer.qkv.weight
+        has_head_norm = layer.q_norm is not None
+        block_n = spec.head_dim if has_head_norm else min(tile.block_n, spec.head_dim)
+        grid = (layer.qkv.out_features // block_n, triton.cdiv(n, tile.block_m))
+        norm_qkv_rope_kernel[grid](
+            hidden, layer.input_norm, weight, weight if layer.qkv.bias is None else layer.qkv.bias,
+            layer.input_norm if layer.q_norm is None else layer.q_norm,
+            layer.input_norm if layer.k_norm is None else layer.k_norm,
+            self.rotary.cos, self.rotary.signed_sin, args.positions, args.prefix_len, buffers.query, kv,
+            n, hidden.stride(0), kv.stride(0), kv.stride(1), spec.rms_norm_eps,
+            layer.qkv.in_features, spec.num_heads, spec.num_kv_heads, spec.head_dim,
+            layer.qkv.bias is not None, has_head_norm, self.pdl, tile.block_m, block_n, tile.block_k,
+            **self._launch_options(tile, is_first=i == 0),
+        )  # fmt: skip
+        tile = tiles.attention
+        group = spec.num_heads // spec.num_kv_heads
+        grid = (triton.cdiv(n * group, tile.block_m), spec.num_kv_heads, tiles.num_splits)
+        attention_kernel[grid](
+            buffers.query, kv, args.mask, args.positions, args.prefix_len, buffers.attention, buffers.lse,
+            n, kv.stride(0), kv.stride(1), spec.head_dim**-0.5 * math.log2(math.e),
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, args.has_mask, spec.sliding_windows[i] or 0,
+            tiles.num_splits, self.pdl, tile.block_m, tile.block_n,
+            **self._launch_options(tile),
+        )  # fmt: skip
+
+    def _project_add(
+        self, parts: Tensor, lse: Tensor, weight: Tensor, residual: Tensor, out: Tensor, tile: Tile
+    ) -> None:
+        num_splits, n, features = parts.shape
+        grid = (triton.cdiv(out.shape[1], tile.block_n), triton.cdiv(n, tile.block_m))
+        project_add_kernel[grid](
+            parts, lse, weight, residual, out, n, out.shape[1], residual.stride(0), out.stride(0),
+            features, self.spec.head_dim, num_splits, self.pdl, tile.block_m, tile.block_n, tile.block_k,
+            **self._launch_options(tile),
+        )  # fmt: skip
+
+    def _gate_up(self, layer: DecoderLayer, buffers: Buffers, tile: Tile) -> None:
+        n, intermediate = buffers.gated.shape
+        grid = (triton.cdiv(2 * intermediate, tile.block_n), triton.cdiv(n, tile.block_m))
+        norm_swiglu_kernel[grid](
+            buffers.middle, layer.post_norm, layer.gate_up.weight, buffers.gated,
+            n, intermediate, buffers.middle.stride(0), self.spec.rms_norm_eps,
+            layer.gate_up.in_features, self.pdl, tile.block_m, tile.block_n, tile.block_k,
+            **self._launch_options(tile),
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""What one round did and what one request did, for logs, traces and the budget policy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class RoundStats:
+    """One round: draft, build, verify, accept, commit.
+
+    `accept_tokens` are the committed tokens, the bonus token last. `draft_tokens`, `parents`,
+    `log_probs` and `accept_indices` describe the verified tree (node 0 is the root); they are
+    filled only when an observer asks for trees, since reading them costs time.
+    """
+
+    mode: str
+    node_budget: int
+    num_nodes: int
+    prefix_len: int
+    accept_tokens: tuple[int, ...]
+    round_ms: float
+    root_token: int = 0
+    draft_tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    accept_indices: tuple[int, ...] = ()
+
+    @property
+    def num_accept_tokens(self) -> int:
+        """Tokens committed by the round, the bonus token included."""
+        return len(self.accept_tokens)
+
+    @property
+    def num_correct_drafts(self) -> int:
+        """Draft tokens accepted by the round, the bonus token not included."""
+        return len(self.accept_tokens) - 1
+
+
+class RoundObserver(Protocol):
+    """Is told about every round of a request, in order, after its commit."""
+
+    wants_trees: bool
+
+    def on_round(self, stats: RoundStats) -> None: ...
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """Totals of one request; times in seconds, measured on the host."""
+
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    verify_ct: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    accept_histogram: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def accept_length(self) -> float:
+        """Mean tokens committed a round, the bonus token included (tau)."""
+        rounds = sum(self.accept_histogram.values())
+        return sum(k * n for k, n in self.accept_histogram.items()) / rounds if rounds else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """New tokens over decode time; the first token, which prefill makes, is not counted."""
+        return (self.new_tokens - 1) / self.decode_s if self.decode_s > 0 else 0.0

@@ -1,0 +1,392 @@
+"""The node budget policy: each round, plain decoding, the chain, or a tree of some width.
+
+It maximises expected tokens per millisecond, accept length over round time, as CaDDTree
+(arXiv 2606.01813) does, but learns both sides while it runs. Draft trees are nested, so one verify
+pass at budget B tells what every smaller tree would have accepted and, up to censoring, what the
+chain would have. What a round cannot show is predicted, and now and then probed, within a fixed
+share of the time spent.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddtree.config import MAX_NODE_BUDGET, Mode, check, is_int, is_number, parse_mode
+
+# Cold start. The drafter is presumed useful (1.5 correct drafts by the chain, for a few rounds), since one
+# that is not shows it within those rounds. Shape of the prior: the trees of the 135M pair, 8 to 256 nodes.
+PRIOR_CHAIN_DRAFTS = 1.5
+PRIOR_ROUNDS = 3.0
+PRIOR_TREE_OVER_CHAIN = 1.3  # a tree of 8 nodes against the chain
+PRIOR_GROWTH_EXPONENT = 0.13  # correct drafts grow as budget ** this
+PRIOR_DRAFTS = 5.0  # weight of the prior in a calibration, in draft tokens
+
+SLOW_ROUNDS, FAST_ROUNDS = 300.0, 16.0  # windows of the estimate and of its drift alarm
+IDLE_ROUNDS = 8.0  # what old evidence still weighs after a long time without drafting
+IDLE_DECAY = 0.99
+CALIBRATION_DECAY = 0.995
+DRIFT_SIGMAS = 3.0
+MIN_VARIANCE = 0.1
+HYSTERESIS = 0.005  # leave the plan in use only for one this much faster
+
+PROBE_SHARE_MAX, PROBE_SHARE_MIN = 0.02, 0.005  # of the time spent, first and after many vain probes
+PROBE_BACKOFF = 0.9
+PROBE_CHANCE = 0.5  # so that probes do not fall into step with the text
+SIGHT_DECAY = 0.99
+ACCEPT_DOUBT, COST_DOUBT = 1.0, 0.3  # share by which an arm's rate may be off while it was never seen or run
+
+COST_GAIN = 0.1  # weight of a new round time; more for an arm's first few
+COST_CLIP = 0.25  # largest surprise believed at once, natural log
+COST_WARM_ROUNDS = 8
+COST_COMMON_SHARE = 0.8  # of a later change that is taken to hold for all arms (a longer context)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DraftPlan:
+    """How one round drafts: `ar` with budget 0, `chain` with L drafts, `tree` with a node budget."""
+
+    mode: Mode
+    node_budget: int
+
+    def __post_init__(self) -> None:
+        if self.mode is Mode.AR:
+            check(self.node_budget == 0, "node_budget", self.node_budget, "0 in plain decoding")
+        else:
+            check(
+                is_int(self.node_budget) and 1 <= self.node_budget <= MAX_NODE_BUDGET,
+                "node_budget", self.node_budget, f"1 to {MAX_NODE_BUDGET} for a chain or tree",
+            )  # fmt: skip
+
+    @classmethod
+    def parse(cls, text: str) -> DraftPlan:
+        """The plan written as `mode:budget`, such as `ar:0`, `chain:15` or `tree:64`."""
+        mode, _, budget = text.partition(":")
+        check(budget.isdecimal(), "plan", text, "mode:budget, such as ar:0, chain:15 or tree:64")
+        return cls(parse_mode(mode), int(budget))
+
+    def __str__(self) -> str:
+        return f"{self.mode}:{self.node_budget}"
+
+
+PLAIN = DraftPlan(Mode.AR, 0)
+
+
+@dataclass(slots=True)
+class CostTable:
+    """Milliseconds a round (draft, build, verify, commit) of each plan, corrected by live round times.
+
+    `recorded_ms` is what was measured before. A live time moves a plan's correction by a part of the
+    clipped surprise, so an outlier moves it by a few percent at most. A plan's first rounds speak for
+    itself and for plans never seen; later changes are mostly the context's, and move all.
+    """
+
+    recorded_ms: Mapping[DraftPlan, float]
+    plans: tuple[DraftPlan, ...] = field(init=False)
+    _correction: dict[DraftPlan, float] = field(init=False, repr=False)
+    _seen_ct: dict[DraftPlan, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check(len(self.recorded_ms) > 0, "recorded_ms", self.recorded_ms, "one plan or more", "measure some first")
+        for plan, ms in self.recorded_ms.items():
+            check(is_number(ms) and ms > 0, f"recorded_ms[{plan}]", ms, "a finite time above 0")
+        self.plans = tuple(sorted(self.recorded_ms, key=lambda plan: (list(Mode).index(plan.mode), plan)))
+        self._correction = dict.fromkeys(self.recorded_ms, 0.0)
+        self._seen_ct = dict.fromkeys(self.recorded_ms, 0)
+
+    @classmethod
+    def from_record(cls, ms: Mapping[str, float]) -> CostTable:
+        """The table of a `{"ar:0": ms, "chain:15": ms, "tree:16": ms}` record."""
+        return cls({DraftPlan.parse(plan): value for plan, value in ms.items()})
+
+    def to_record(self) -> dict[str, float]:
+        """The table as it stands now, live corrections included, in `from_record`'s form."""
+        return {str(plan): self.cost_ms(plan) for plan in self.recorded_ms}
+
+    def cost_ms(self, plan: DraftPlan) -> float:
+        """Milliseconds that a round of this plan is expected to take now."""
+        if plan not in self.recorded_ms:
+            check(False, "plan", str(plan), f"one of {', '.join(map(str, self.plans))}")
+        return self.recorded_ms[plan] * math.exp(self._correction[plan])
+
+    def observe(self, plan: DraftPlan, round_ms: float) -> None:
+        """Take a measured round time into account."""
+        check(is_number(round_ms) and round_ms > 0, "round_ms", round_ms, "a finite time above 0")
+        surprise = math.log(round_ms / self.cost_ms(plan))
+        seen = self._seen_ct[plan]
+        step = max(COST_GAIN, 1 / (seen + 2)) * max(-COST_CLIP, min(COST_CLIP, surprise))
+        self._seen_ct[plan] = seen + 1
+        for other, other_seen in self._seen_ct.items():
+            if other == plan or (seen < COST_WARM_ROUNDS and other_seen == 0):
+                self._correction[other] += step
+            elif seen >= COST_WARM_ROUNDS:
+                self._correction[other] += COST_COMMON_SHARE * step
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFeedback:
+    """What one round tells the policy, before any cut by max tokens or a stop string.
+
+    `accept_indices` is the accepted path in best-first node numbers, root (0) first.
+    `num_chain_correct_drafts` is how many top-1 tokens match the committed tokens from the start
+    (`chain_counterfactual`); `chain_censored` says that all committed tokens did, so it could be
+    more. `surrogate` is the drafter's own forecast: for each of the policy's `tree_budgets`, the sum
+    of exp(log_probs) over its nodes (paper section 3). In plain decoding only the first and last count.
+    """
+
+    plan: DraftPlan
+    num_accept_tokens: int
+    round_ms: float
+    accept_indices: tuple[int, ...] = (0,)
+    num_chain_correct_drafts: int = 0
+    chain_censored: bool = False
+    surrogate: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check(self.num_accept_tokens >= 1, "num_accept_tokens", self.num_accept_tokens, "1 or more")
+
+
+def chain_counterfactual(top1_tokens: Sequence[int], accept_tokens: Sequence[int]) -> tuple[int, bool]:
+    """How many drafts the chain would have got right in a tree round, and whether that is censored.
+
+    `top1_tokens` holds the drafter's first choice at each of the L depths, `accept_tokens` the
+    committed tokens, the bonus token last. Censored means at least that many.
+    """
+    matches = 0
+    for top1, committed in zip(top1_tokens, accept_tokens, strict=False):
+        if top1 != committed:
+            return matches, False
+        matches += 1
+    return matches, matches < len(top1_tokens)
+
+
+@dataclass(slots=True)
+class _Calibration:
+    """Seen over predicted, both decayed sums, from a prior of 1."""
+
+    seen: float = PRIOR_DRAFTS
+    predicted: float = PRIOR_DRAFTS
+
+    @property
+    def ratio(self) -> float:
+        return self.seen / self.predicted
+
+    def add(self, seen: float, predicted: float) -> None:
+        self.seen = max(self.seen * CALIBRATION_DECAY + seen, 1e-6)
+        self.predicted = max(self.predicted * CALIBRATION_DECAY + predicted, 1e-6)
+
+
+class _AcceptCompleter:
+    """Turns a round into correct drafts of the chain and of every tree: seen where possible, else predicted.
+
+    A tree's drafts are predicted from the next smaller tree's plus a gain; the gain is the drafter's
+    forecast, or the prior growth curve without one, times the calibration learnt from rounds that saw both.
+    """
+
+    def __init__(self, draft_depth: int, tree_budgets: tuple[int, ...]) -> None:
+        self.draft_depth = draft_depth
+        self.tree_budgets = tree_budgets
+        self.match_ct, self.trial_ct = PRIOR_CHAIN_DRAFTS, PRIOR_CHAIN_DRAFTS + 1
+        self.by_forecast = [_Calibration() for _ in tree_budgets]
+        self.by_growth = [_Calibration() for _ in tree_budgets]
+
+    def predict(self, chain_drafts: float) -> list[float]:
+        """What `complete` would say of a chain round with so many correct drafts and no forecast."""
+        drafts = [chain_drafts]
+        for level, calibration in enumerate(self.by_growth):
+            floor = drafts[level] if level else 0.0
+            drafts.append(floor + calibration.ratio * self._predicted_gain(level, drafts[level], None))
+        return drafts
+
+    def complete(self, feedback: RoundFeedback) -> list[float]:
+        """Correct drafts of the chain, then of each tree budget in ascending order."""
+        drafts = [self._chain_drafts(feedback)]
+        seen_budget = feedback.plan.node_budget if feedback.plan.mode is Mode.TREE else 0
+        calibrations = self.by_growth if feedback.surrogate is None else self.by_forecast
+        for level, budget in enumerate(self.tree_budgets):
+            floor = drafts[level] if level else 0.0
+            predicted = self._predicted_gain(level, drafts[level], feedback.surrogate)
+            if budget <= seen_budget:
+                correct = float(sum(0 < index <= budget for index in feedback.accept_indices))
+                calibrations[level].add(correct - floor, predicted)
+            else:
+                correct = floor + calibrations[level].ratio * predicted
+            drafts.append(min(correct, budget, self.draft_depth))
+        return drafts
+
+    def _predicted_gain(self, level: int, below: float, surrogate: tuple[float, ...] | None) -> float:
+        """Gain over the next smaller tree; the smallest tree is predicted whole, from the chain's drafts."""
+        if surrogate is not None:
+            return surrogate[level] - (surrogate[level - 1] if level else 0.0)
+        budget = self.tree_budgets[level]
+        if level == 0:
+            return below * PRIOR_TREE_OVER_CHAIN * math.pow(budget / 8, PRIOR_GROWTH_EXPONENT)
+        return below * (math.pow(budget / self.tree_budgets[level - 1], PRIOR_GROWTH_EXPONENT) - 1)
+
+    def _chain_drafts(self, feedback: RoundFeedback) -> float:
+        """The chain's correct drafts; past the censoring point, by the pooled chance of one more match."""
+        matches, censored = feedback.num_chain_correct_drafts, feedback.chain_censored
+        if feedback.plan.mode is Mode.CHAIN:
+            matches, censored = feedback.num_accept_tokens - 1, False
+        ended = not censored and matches < self.draft_depth
+        self.match_ct = self.match_ct * CALIBRATION_DECAY + matches
+        self.trial_ct = self.trial_ct * CALIBRATION_DECAY + matches + ended
+        if not censored:
+            return float(matches)
+        chance = self.match_ct / self.trial_ct
+        return matches + math.fsum(math.pow(chance, more) for more in range(1, self.draft_depth - matches + 1))
+
+
+class _DriftingMeans:
+    """Means over a long window that jump to a short one when the two disagree beyond chance."""
+
+    def __init__(self, prior: list[float]) -> None:
+        self.slow, self.fast = list(prior), list(prior)
+        self.slow_weight, self.fast_weight = PRIOR_ROUNDS, 0.0
+        self.variance = 2.0
+
+    def add(self, values: list[float]) -> bool:
+        """Take one round's values; True if they had drifted."""
+        self.slow_weight = min(self.slow_weight + 1, SLOW_ROUNDS)
+        self.fast_weight = min(self.fast_weight + 1, FAST_ROUNDS)
+        watched = min(1, len(values) - 1)
+        surprise = values[watched] - self.slow[watched]
+        self.variance += (surprise * surprise - self.variance) / self.slow_weight
+        for means, weight in ((self.slow, self.slow_weight), (self.fast, self.fast_weight)):
+            for level, value in enumerate(values):
+                means[level] += (value - means[level]) / weight
+        gap = self.fast[watched] - self.slow[watched]
+        chance_gap = DRIFT_SIGMAS * math.sqrt(max(self.variance, MIN_VARIANCE) / self.fast_weight)
+        drifted = self.fast_weight == FAST_ROUNDS and self.slow_weight > FAST_ROUNDS and abs(gap) > chance_gap
+        if drifted:
+            self.slow, self.slow_weight = list(self.fast), self.fast_weight
+        return drifted
+
+    def idle(self) -> None:
+        """A round without evidence: what is known ages."""
+        self.slow_weight = max(self.slow_weight * IDLE_DECAY, min(self.slow_weight, IDLE_ROUNDS))
+
+
+class NodeBudgetPolicy:
+    """Chooses each round's plan for most expected tokens per millisecond; keeps its state over requests.
+
+    `costs` names the plans to choose from and is corrected live. `draft_depth` is L. Equal seeds and
+    equal feedback give equal choices. Raises `ConfigError` for a chain that is not L long, and for
+    feedback that does not fit the table.
+    """
+
+    def __init__(self, costs: CostTable, draft_depth: int, seed: int = 0) -> None:
+        check(is_int(draft_depth) and draft_depth >= 1, "draft_depth", draft_depth, "1 or more")
+        for plan in costs.plans:
+            check(
+                plan.mode is not Mode.CHAIN or plan.node_budget == draft_depth,
+                "plan", str(plan), f"a chain as long as the draft, chain:{draft_depth}",
+            )  # fmt: skip
+        self.costs = costs
+        self.tree_budgets = tuple(plan.node_budget for plan in costs.plans if plan.mode is Mode.TREE)
+        self._completer = _AcceptCompleter(draft_depth, self.tree_budgets)
+        self._means = _DriftingMeans(self._completer.predict(PRIOR_CHAIN_DRAFTS))
+        self._sighting_ct = dict.fromkeys(costs.plans, 0.0)
+        self._run_ct = dict.fromkeys(costs.plans, 0.0)
+        self._random = random.Random(seed)
+        self._probe_share = PROBE_SHARE_MAX
+        self._credit_ms = 0.0
+        self._base = max(costs.plans, key=self._rate)
+        self._next = self._base
+
+    def choose(self) -> DraftPlan:
+        """The next round's plan; the same until `update` is called."""
+        return self._next
+
+    def update(self, feedback: RoundFeedback) -> None:
+        """Learn from a round, of whichever plan it was, and settle the next one."""
+        if feedback.surrogate is not None:
+            check(
+                len(feedback.surrogate) == len(self.tree_budgets),
+                "surrogate", feedback.surrogate, f"one number for each of the budgets {self.tree_budgets}",
+            )  # fmt: skip
+        self.costs.observe(feedback.plan, feedback.round_ms)
+        if feedback.plan.mode is Mode.AR:
+            self._means.idle()
+            self._earn(feedback.plan)
+        else:
+            drafts = self._completer.complete(feedback)
+            if self._means.add(drafts):
+                self._probe_share = PROBE_SHARE_MAX
+            self._earn(feedback.plan)
+            self._pay(feedback.plan, drafts)
+        self._note_sightings(feedback.plan)
+        self._next = self._settle()
+
+    def accept_length(self, plan: DraftPlan) -> float:
+        """Tokens that a round of this plan is expected to commit, the bonus token included."""
+        return 1.0 if plan.mode is Mode.AR else 1.0 + self._means.slow[self._level(plan)]
+
+    def _level(self, plan: DraftPlan) -> int:
+        return 0 if plan.mode is Mode.CHAIN else 1 + self.tree_budgets.index(plan.node_budget)
+
+    def _rate(self, plan: DraftPlan) -> float:
+        return self.accept_length(plan) / self.costs.cost_ms(plan)
+
+    def _settle(self) -> DraftPlan:
+        best = max(self.costs.plans, key=self._rate)
+        if self._rate(best) > self._rate(self._base) * (1 + HYSTERESIS):
+            self._base = best
+        return self._probe() or self._base
+
+    def _probe(self) -> DraftPlan | None:
+        """The other plan that could be the best by most, if its worst loss is in credit.
+
+        Plans the base tells nothing about always qualify, for the drafter may have changed; the rest
+        only while their unknown cost leaves them a chance.
+        """
+        others = [plan for plan in self.costs.plans if plan != self._base]
+        plan = max(others, key=self._hopeful_rate, default=None)
+        if plan is None or (
+            self._shows(self._base, plan) and self._hopeful_rate(plan) < self._rate(self._base)
+        ):
+            return None
+        affordable = self._credit_ms >= self._loss_ms(plan, extra_tokens=0.0)
+        return plan if affordable and self._random.random() < PROBE_CHANCE else None
+
+    def _hopeful_rate(self, plan: DraftPlan) -> float:
+        doubt = COST_DOUBT / math.sqrt(1 + self._run_ct[plan])
+        if not self._shows(self._base, plan):
+            doubt += ACCEPT_DOUBT / math.sqrt(1 + self._sighting_ct[plan])
+        return self._rate(plan) * (1 + doubt)
+
+    def _loss_ms(self, plan: DraftPlan, extra_tokens: float) -> float:
+        """What a round of this plan costs against one of the base that commits `extra_tokens` fewer."""
+        extra_ms = self.costs.cost_ms(plan) - self.costs.cost_ms(self._base)
+        return extra_ms - extra_tokens / self._rate(self._base)
+
+    def _earn(self, plan: DraftPlan) -> None:
+        """Each round earns a share of its time for probes, up to two of the dearest."""
+        limit_ms = 2 * max(self.costs.cost_ms(plan) for plan in self.costs.plans)
+        self._credit_ms = min(self._credit_ms + self._probe_share * self.costs.cost_ms(plan), limit_ms)
+
+    def _pay(self, plan: DraftPlan, drafts: list[float]) -> None:
+        """Charge a probe its loss against the base in the very same round; a probe that paid off earns."""
+        if plan == self._base:
+            return
+        tokens, base_tokens = (
+            0.0 if plan.mode is Mode.AR else drafts[self._level(plan)] for plan in (plan, self._base)
+        )
+        loss_ms = self._loss_ms(plan, extra_tokens=tokens - base_tokens)
+        self._credit_ms -= loss_ms
+        if loss_ms > 0:
+            self._probe_share = max(self._probe_share * PROBE_BACKOFF, PROBE_SHARE_MIN)
+
+    def _note_sightings(self, plan: DraftPlan) -> None:
+        for other in self.costs.plans:
+            self._sighting_ct[other] = self._sighting_ct[other] * SIGHT_DECAY + self._shows(plan, other)
+            self._run_ct[other] = self._run_ct[other] * SIGHT_DECAY + (plan == other)
+
+    @staticmethod
+    def _shows(plan: DraftPlan, other: DraftPlan) -> bool:
+        """Whether a round of `plan` tells how many drafts `other` would have got right."""
+        if plan == other or other.mode is Mode.AR:
+            return True
+        return plan.mode is Mode.TREE and (other.mode is Mode.CHAIN or other.node_budget <= plan.node_budget)

@@ -1,0 +1,90 @@
+"""The drafter's distribution at each position, cut to its most likely tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddtree.config import check, is_int
+
+CHUNK_TOKENS = 64
+NEG_INF = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMarginals:
+    """The K most likely tokens of each draft position, independent of each other given the prefix.
+
+    A position's candidates are ordered (log-probability descending, token id ascending).
+    Log-probabilities are normalised over the full vocabulary and at most 0.
+    """
+
+    tokens: Tensor  # [bs, draft_depth, K] int64
+    log_probs: Tensor  # [bs, draft_depth, K] float32
+
+    @staticmethod
+    def from_logits(logits: Tensor, candidate_topk: int) -> DraftMarginals:
+        """The `candidate_topk` most likely tokens of each row of `logits` [bs, draft_depth, V].
+
+        K = min(candidate_topk, V). A NaN logit counts as -inf. The order holds at the cut too: of
+        tokens with equal log-probabilities those with the lowest ids are kept. Needs no host sync
+        on CUDA. Raises `ConfigError` for a `candidate_topk` below 1.
+        """
+        check(is_int(candidate_topk) and candidate_topk >= 1, "candidate_topk", candidate_topk, "1 or more")
+        topk = min(candidate_topk, logits.shape[-1])
+        chunks = _chunk(logits)  # [bs, L, C, CHUNK_TOKENS]
+        floats, chunk_max = _without_nan(chunks)  # as chunks; [bs, L, C]
+        row_max = chunk_max.amax(-1, keepdim=True)  # [bs, L, 1]
+        # One large buffer at most: a second one would cost the CPU more in page faults than the sum itself.
+        spare = None if floats is chunks else floats
+        weights = torch.sub(floats, row_max.unsqueeze(-1), out=spare).exp_()
+        log_sum = weights.sum((-2, -1)).log_().unsqueeze(-1)  # [bs, L, 1]
+        # x -> (x - row_max) - log_sum is monotone in float32, so a chunk's best logit is its best log-prob.
+        best_chunks, _ = _top(_normalise(chunk_max, row_max, log_sum), min(topk, chunk_max.shape[-1]))
+        # Ascending chunks keep the gathered tokens in ascending id order, which the tie rule needs.
+        best_chunks = best_chunks.sort(-1).values
+        kept = chunks.gather(2, best_chunks.unsqueeze(-1).expand(*best_chunks.shape, CHUNK_TOKENS))
+        log_probs = _normalise(kept.flatten(2).float(), row_max, log_sum)  # [bs, L, kept tokens]
+        places, log_probs = _top(log_probs, topk)  # [bs, L, K]
+        chunk_starts = best_chunks.gather(2, places // CHUNK_TOKENS) * CHUNK_TOKENS
+        return DraftMarginals(chunk_starts + places % CHUNK_TOKENS, log_probs)
+
+
+def _chunk(logits: Tensor) -> Tensor:
+    """`logits` [bs, L, V] as [bs, L, C, CHUNK_TOKENS], the last chunk filled with -inf."""
+    missing = -logits.shape[-1] % CHUNK_TOKENS
+    if missing:
+        logits = torch.nn.functional.pad(logits, (0, missing), value=NEG_INF)
+    return logits.reshape(*logits.shape[:-1], -1, CHUNK_TOKENS)
+
+
+def _without_nan(chunks: Tensor) -> tuple[Tensor, Tensor]:
+    """`chunks` in float32 with -inf for NaN, and each chunk's maximum."""
+    floats = chunks.float()
+    chunk_max = floats.amax(-1)
+    # On the CPU, looking costs nothing and saves a pass; on CUDA it would wait for the device.
+    if chunks.is_cpu and not chunk_max.isnan().any():
+        return floats, chunk_max
+    floats = torch.where(floats.isnan(), NEG_INF, floats)
+    return floats, floats.amax(-1)
+
+
+def _normalise(logits: Tensor, row_max: Tensor, log_sum: Tensor) -> Tensor:
+    """Log-probabilities, at most 0; NaN (a row of only -inf, or one with +inf) counts as -inf."""
+    log_probs = (logits - row_max).sub_(log_sum).clamp_(max=0.0)
+    return log_probs.masked_fill_(log_probs.isnan(), NEG_INF)
+
+
+def _top(log_probs: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """Places and values of the `topk` best along the last axis, (value descending, place ascending).
+
+    `torch.topk` leaves the order of ties open, so it gets keys without ties: for x <= 0 the bits of
+    |x| ascend as x descends, and the place fills the low half.
+    """
+    places = torch.arange(log_probs.shape[-1], device=log_probs.device)
+    keys = (log_probs.view(torch.int32) & 0x7FFFFFFF).to(torch.int64)
+    keys = keys.bitwise_left_shift_(32).bitwise_or_(places)
+    best = keys.topk(topk, dim=-1, largest=False, sorted=True).values & 0xFFFFFFFF
+    return best, log_probs.gather(-1, best)
