@@ -42,7 +42,10 @@ def tiny_llama(vocab_size):
         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, vocab_size=vocab_size, max_position_embeddings=64,
         rms_norm_eps=1e-5, rope_theta=100000.0, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(torch.bfloat16).float().eval()
+    model = LlamaForCausalLM(config).eval()
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().float()
+    return model
 
 
 def pairs_from_halves(weight, num_heads):
@@ -158,7 +161,9 @@ def test_rotary_rows_are_the_inverse_of_the_file_s_order():
 def test_unknown_architecture_is_refused(tmp_path):
     tokens = [*SPECIAL, *byte_tokens()]
     write_gguf(tmp_path / "other.gguf", tiny_llama(len(tokens)), tokens, architecture="mamba")
-    with pytest.raises(CheckpointError, match=r"general\.architecture='mamba' is not supported: 'llama' only"):
+    with pytest.raises(
+        CheckpointError, match=r"general\.architecture='mamba' is not supported: 'llama' only"
+    ):
         write_checkpoint(tmp_path / "other.gguf", tmp_path / "out")
 
 

@@ -37,13 +37,17 @@ def is_extra(requirement):
 
 
 def sglang_requirements(version):
-    lines = (ROOT / "tests" / "data" / f"sglang-requires-{version}.txt").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (ROOT / "tests" / "data" / f"sglang-requires-{version}.txt").read_text(encoding="utf-8").splitlines()
+    )
     return {canonicalize_name(r.name): r for r in map(Requirement, lines)}
 
 
 def conflicts(ours, theirs):
     """Exact versions that `theirs` pins and `ours` does not admit."""
-    pins = [Version(s.version) for s in theirs.specifier if s.operator == "==" and not s.version.endswith(".*")]
+    pins = [
+        Version(s.version) for s in theirs.specifier if s.operator == "==" and not s.version.endswith(".*")
+    ]
     return [pin for pin in pins if not ours.specifier.contains(pin, prereleases=True)]
 
 

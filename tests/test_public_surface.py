@@ -1,7 +1,9 @@
 """The public names, and what importing them may load."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,12 @@ HEAVY = ("torch", "transformers", "sglang", "numpy", "triton")
 
 def loaded_after(code):
     """Which heavy packages a fresh Python holds after running `code`."""
-    program = f"{code}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        f"{code}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(ddtree.__file__).parents[1])}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
     return result.stderr.split()
 
 
@@ -49,7 +55,9 @@ def test_leaves_load_nothing_heavy():
 
 
 def test_settings_and_errors_load_nothing_heavy():
-    assert loaded_after("from ddtree import DDTreeError, EngineConfig, Mode, RoundStats, SamplingParams") == []
+    assert (
+        loaded_after("from ddtree import DDTreeError, EngineConfig, Mode, RoundStats, SamplingParams") == []
+    )
 
 
 def test_help_loads_nothing_heavy():

@@ -98,7 +98,9 @@ class SamplingParams:
     )
     seed: int = setting(0, "seed of the sampling noise")
     stop: tuple[str, ...] = setting((), "end before this text appears (repeatable)")
-    stop_token_ids: tuple[int, ...] = setting((), "end at this token id, besides the model's own (repeatable)")
+    stop_token_ids: tuple[int, ...] = setting(
+        (), "end at this token id, besides the model's own (repeatable)"
+    )
     ignore_eos: bool = setting(False, "go on past the model's end token")
 
     def __post_init__(self) -> None:
@@ -155,7 +157,9 @@ class EngineConfig:
     """What an engine loads and where it runs."""
 
     model: str = setting("smollm2-135m", "target: a known name, a local path or a Hugging Face name")
-    drafter: str = setting("auto", "DFlash drafter: auto (the one shipped for the model), none, a path or a name")
+    drafter: str = setting(
+        "auto", "DFlash drafter: auto (the one shipped for the model), none, a path or a name"
+    )
     device: str = setting("auto", "auto, cpu, cuda or cuda:N")
     dtype: Dtype = setting(Dtype.AUTO, "auto, float32, bfloat16 or float16")
     threads: int = setting(0, "CPU threads (0: measured at start-up)")
@@ -173,7 +177,12 @@ class EngineConfig:
             "device", self.device, "auto, cpu, cuda or cuda:N",
         )  # fmt: skip
         check(self.dtype in list(Dtype), "dtype", self.dtype, f"one of {', '.join(Dtype)}")
-        check(is_int(self.threads) and 0 <= self.threads <= 1024, "threads", self.threads, "0 (measured) to 1024")
+        check(
+            is_int(self.threads) and 0 <= self.threads <= 1024,
+            "threads",
+            self.threads,
+            "0 (measured) to 1024",
+        )
         check(
             is_int(self.max_context_tokens) and 16 <= self.max_context_tokens <= 1 << 20,
             "max_context_tokens", self.max_context_tokens, "from 16 to 1048576",

@@ -54,7 +54,9 @@ def write_checkpoint(gguf_file: Path, folder: Path) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     for name, value in (("general.architecture", "llama"), ("tokenizer.ggml.model", "gpt2")):
         if fields.get(name) != value:
-            raise CheckpointError(f"{gguf_file}: {name}={fields.get(name)!r} is not supported: {value!r} only")
+            raise CheckpointError(
+                f"{gguf_file}: {name}={fields.get(name)!r} is not supported: {value!r} only"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     weights = read_weights(reader, fields)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -65,11 +67,14 @@ def write_checkpoint(gguf_file: Path, folder: Path) -> None:
         "tokenizer_config.json": tokenizer_config(fields),
     }
     for name, document in documents.items():
-        (folder / name).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        (folder / name).write_text(
+            json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
 
 
 def read_weights(reader: Any, fields: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """All weights in bfloat16, under the names transformers gives them."""
+    import numpy as np
     import torch
     from gguf.quants import dequantize
 
@@ -79,7 +84,8 @@ def read_weights(reader: Any, fields: Mapping[str, Any]) -> dict[str, torch.Tens
     }
     weights = {}
     for tensor in reader.tensors:
-        weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))  # [out] or [out, in]
+        values = np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W")
+        weight = torch.from_numpy(values)  # [out] or [out, in]
         part = tensor.name.split(".")[-2]
         if part in ROTARY_PROJECTIONS:
             weight = halves_from_pairs(weight, num_heads[part])
@@ -88,7 +94,7 @@ def read_weights(reader: Any, fields: Mapping[str, Any]) -> dict[str, torch.Tens
 
 
 def weight_name(name: str) -> str:
-    """The transformers name of a GGUF weight: `blk.0.attn_q.weight` is `model.layers.0.self_attn.q_proj.weight`."""
+    """The name in transformers: `blk.0.attn_q.weight` is `model.layers.0.self_attn.q_proj.weight`."""
     *block, part, kind = name.split(".")
     if not block and part in MODEL_WEIGHTS:
         return f"{MODEL_WEIGHTS[part]}.{kind}"
@@ -149,7 +155,7 @@ def tokenizer(fields: Mapping[str, Any]) -> dict[str, Any]:
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     digits = {"type": "Digits", "individual_digits": True}
-    is_split = fields["tokenizer.ggml.pre"] == "smollm"
+    splitters = [digits, byte_level] if fields["tokenizer.ggml.pre"] == "smollm" else [byte_level]
     return {
         "version": "1.0",
         "truncation": None,
@@ -161,7 +167,7 @@ def tokenizer(fields: Mapping[str, Any]) -> dict[str, Any]:
             if kind == CONTROL_TOKEN
         ],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, byte_level]} if is_split else byte_level,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": splitters},
         "post_processor": None,
         "decoder": byte_level,
         "model": {
@@ -181,7 +187,9 @@ def tokenizer_config(fields: Mapping[str, Any]) -> dict[str, Any]:
         "model_max_length": fields["llama.context_length"],
         "clean_up_tokenization_spaces": False,
         "chat_template": fields["tokenizer.chat_template"],
-        **{name.removesuffix("_id"): tokens[token_id] for name, token_id in special_token_ids(fields).items()},
+        **{
+            name.removesuffix("_id"): tokens[token_id] for name, token_id in special_token_ids(fields).items()
+        },
     }
 
 

@@ -50,6 +50,4 @@ class MissingExtraError(DDTreeError, ImportError):
     """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(
-            f"{package} is not installed; install it with: pip install 'sglang-ddtree[{extra}]'"
-        )
+        super().__init__(f"{package} is not installed; install it with: pip install 'sglang-ddtree[{extra}]'")

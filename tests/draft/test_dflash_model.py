@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from tests.tiny_models import load_tiny_drafter, tiny_llama, tiny_qwen3, write_tiny_drafter
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from ddtree.draft.dflash_config import DFlashConfig
 from ddtree.draft.dflash_model import DFlashDrafter
 from ddtree.layers.decoder import DecoderStack
 from ddtree.layers.window import Window
+from tiny_models import load_tiny_drafter, tiny_llama, tiny_qwen3, write_tiny_drafter
 
 CONTEXT_LEN = 21
 CAPACITY = 64
@@ -120,11 +122,6 @@ class Reference:
 
 def inv_freq_of(target: PreTrainedModel, path: Path) -> tuple[Tensor, float]:
     """Frequencies as a transformers Qwen3 with the drafter's rope would use them."""
-    import json
-
-    from transformers import Qwen3Config
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
     fields = json.loads((path / "config.json").read_text())
     names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_theta",
              "rope_scaling", "rope_parameters")  # fmt: skip
@@ -161,7 +158,9 @@ def draft(drafter: DFlashDrafter, taps: Tensor, root: int = ROOT, pieces: tuple[
     """Logits after appending taps in pieces of the given lengths (default: all at once)."""
     context, start = drafter.new_context(CAPACITY), 0
     for n in pieces or (taps.shape[0],):
-        drafter.append(context, taps[start : start + n], Window.at(start, torch.arange(start, start + n), None))
+        drafter.append(
+            context, taps[start : start + n], Window.at(start, torch.arange(start, start + n), None)
+        )
         start += n
     return drafter.draft_logits(torch.tensor([root]), context, drafter.draft_window(start))
 
@@ -189,11 +188,11 @@ def test_matches_reference_with_qwen3_target(tmp_path: Path) -> None:
     torch.testing.assert_close(draft(drafter, taps), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["sliding", "sliding not causal", "full causal", "bias", "yarn", "llama3"]
+)
 def test_variants_differ_from_plain(variant: str, tmp_path: Path, target: PreTrainedModel) -> None:
     """The reference test of a variant means something only if the variant changes the logits."""
-    if variant.startswith(("plain", "block", "one")):
-        pytest.skip("another shape, not another rule")
     drafter, _ = make_pair(tmp_path / "variant", target, **VARIANTS[variant])
     plain, _ = make_pair(tmp_path / "plain", target)
     taps = random_taps(CONTEXT_LEN)
@@ -203,7 +202,8 @@ def test_variants_differ_from_plain(variant: str, tmp_path: Path, target: PreTra
 @pytest.mark.parametrize("pieces", [(1, 20), (7, 7, 7), (20, 1), (1,) * 21])
 def test_append_in_pieces_is_append_at_once(pieces: tuple[int, ...], pair) -> None:
     taps = random_taps(CONTEXT_LEN)
-    torch.testing.assert_close(draft(pair[0], taps, pieces=pieces), draft(pair[0], taps), atol=1e-6, rtol=1e-5)
+    in_pieces = draft(pair[0], taps, pieces=pieces)
+    torch.testing.assert_close(in_pieces, draft(pair[0], taps), atol=1e-5, rtol=1e-5)
 
 
 def test_root_embedding_stands_at_slot_0(pair) -> None:
@@ -235,7 +235,8 @@ def test_append_rotates_at_the_window_positions(pair) -> None:
     drafter.append(right, taps, Window.at(0, torch.arange(4), None))
     drafter.append(wrong, taps, Window.at(0, torch.zeros(4, dtype=torch.int64), None))
     keys, values = (right.kv_data - wrong.kv_data).abs().amax((0, 2, 4)).unbind(0)
-    assert keys[0] == 0 and (keys[1:4] > 1e-3).all()
+    assert keys[0] == 0
+    assert (keys[1:4] > 1e-3).all()
     assert values.max() == 0
 
 
@@ -253,7 +254,7 @@ def test_graph_window_equals_host_window(variant: str, tmp_path: Path, target: P
     drafter.append(context, taps, graph_window(0, CONTEXT_LEN, None))
     window = graph_window(CONTEXT_LEN, drafter.block_size, drafter.block_mask)
     logits = drafter.draft_logits(torch.tensor([ROOT]), context, window)
-    torch.testing.assert_close(logits, draft(drafter, taps), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(logits, draft(drafter, taps), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("variant", ["plain", "sliding"])
@@ -365,7 +366,8 @@ def test_reset_forgets_the_context(pair) -> None:
     drafter, _ = pair
     context = drafter.new_context(CAPACITY)
     drafter.append(context, random_taps(5), Window.at(0, torch.arange(5), None))
-    assert context.capacity == CAPACITY and context.kv_data.shape == (3, 2, 2, CAPACITY, 16)
+    assert context.capacity == CAPACITY
+    assert context.kv_data.shape == (3, 2, 2, CAPACITY, 16)
     assert context.kv_data.abs().max() > 0
     context.reset()
     assert context.kv_data.abs().max() == 0

@@ -86,7 +86,8 @@ def test_is_prefix_closed_and_padded(
     assert torch.equal(tree.is_node[0], columns <= len(paths)), "padding stands behind all nodes"
     assert (tree.parents[0] < columns).all()
     padding = ~tree.is_node[0]
-    assert (tree.tokens[0, padding] == 0).all() and (tree.parents[0, padding] == -1).all()
+    assert (tree.tokens[0, padding] == 0).all()
+    assert (tree.parents[0, padding] == -1).all()
     assert (tree.depths[0, padding] == 0).all()
     assert [tree.tokens[0, 0], tree.parents[0, 0], tree.depths[0, 0], tree.log_probs[0, 0]] == [7, -1, 0, 0.0]
     scores = tree.log_probs[0, : len(paths) + 1].tolist()
@@ -106,7 +107,9 @@ def test_smaller_budgets_are_prefixes(
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), bs=st.integers(2, 7), topk=st.integers(1, 9), budget=st.integers(1, 50))
+@given(
+    seed=st.integers(0, 2**32 - 1), bs=st.integers(2, 7), topk=st.integers(1, 9), budget=st.integers(1, 50)
+)
 def test_requests_of_a_batch_do_not_touch_each_other(batch_of, seed, bs, topk, budget):
     marginals = batch_of(seed, bs, 5, topk)
     roots = torch.arange(bs) * 3
@@ -117,7 +120,9 @@ def test_requests_of_a_batch_do_not_touch_each_other(batch_of, seed, bs, topk, b
         assert all(torch.equal(getattr(tree, name)[b : b + 1], getattr(alone, name)) for name in FIELDS)
 
 
-@pytest.mark.parametrize(("draft_depth", "topk", "node_budget"), [(31, 64, 1024), (15, 1024, 1024), (31, 2, 127)])
+@pytest.mark.parametrize(
+    ("draft_depth", "topk", "node_budget"), [(31, 64, 1024), (15, 1024, 1024), (31, 2, 127)]
+)
 def test_large_trees(random_log_probs, marginals_of, draft_depth, topk, node_budget):
     log_probs = random_log_probs(3, draft_depth, topk, "ties")
     tree = build(marginals_of(log_probs), node_budget)
@@ -132,6 +137,12 @@ def test_a_tree_of_nothing_is_the_root_alone(marginals_of):
     assert tree.tokens.tolist() == [[7, 0, 0, 0, 0, 0, 0]]
 
 
+def test_rounding_above_zero_counts_as_zero(marginals_of):
+    tree = build(marginals_of(np.array([[1e-7, -1.0]] * 3, dtype=np.float32)), 5)
+    assert tree.log_probs.tolist() == [[0.0, 0.0, 0.0, 0.0, -1.0, -1.0]]
+    assert tree.depths.tolist() == [[0, 1, 2, 3, 1, 2]]
+
+
 def test_token_zero_is_a_node():
     marginals = DraftMarginals(torch.zeros(1, 3, 1, dtype=torch.int64), torch.full((1, 3, 1), -0.5))
     assert build(marginals, 3).num_nodes.tolist() == [3]
@@ -143,7 +154,9 @@ def test_reference_node_knows_its_depth():
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), draft_depth=st.integers(1, 16), kind=st.sampled_from(KINDS))
-def test_chain_is_the_tree_of_each_positions_best_token(random_log_probs, marginals_of, seed, draft_depth, kind):
+def test_chain_is_the_tree_of_each_positions_best_token(
+    random_log_probs, marginals_of, seed, draft_depth, kind
+):
     marginals = marginals_of(random_log_probs(seed, draft_depth, 4, kind), seed)
     best = DraftMarginals(marginals.tokens[:, :, :1], marginals.log_probs[:, :, :1])
     chain, tree = build_chain(marginals, torch.tensor([7])), build(best, draft_depth)

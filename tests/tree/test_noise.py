@@ -16,12 +16,9 @@ def test_uniforms_follow_the_recipe(seed, position, token):
 
 def test_the_recipe_does_not_change():
     """A seed must give the same text in every version and in every engine."""
-    assert reference_uniform(0, 0, 0) == RECORDED[0]
-    assert reference_uniform(42, 1000, 49151) == RECORDED[1]
-    assert reference_uniform(-1, 7, 0) == RECORDED[2]
-
-
-RECORDED = (0.0, 0.0, 0.0)
+    assert reference_uniform(0, 0, 0) == 0.33805245419550556
+    assert reference_uniform(42, 1000, 49151) == 0.47587572790687405
+    assert reference_uniform(-1, 7, 0) == 0.0371896722462296
 
 
 def test_noise_does_not_depend_on_the_batch():
@@ -56,7 +53,8 @@ def test_uniforms_are_uniform_along_every_key():
     along_positions = keyed_uniform(fixed, many, torch.tensor([17]))[:, 0]
     along_seeds = keyed_uniform(many, fixed, torch.tensor([17]))[:, 0]
     for uniforms in (along_tokens, along_positions, along_seeds):
-        assert 0 < uniforms.min() and uniforms.max() < 1
+        assert uniforms.min() > 0
+        assert uniforms.max() < 1
         pairs = (uniforms[:-1] * 16).long() * 16 + (uniforms[1:] * 16).long()
         counts = torch.bincount(pairs, minlength=256).double().numpy()
         assert abs(chi_square(counts, np.full(256, counts.sum() / 256))) < 5

@@ -54,6 +54,11 @@ class DFlashDrafter:
         embed: the target's embedding, tokens [n] int64 -> [n, hidden].
         head: the target's output head, hidden [n, hidden] -> logits [n, vocab].
         stack_factory: makes what runs the layers.
+
+    Attributes:
+        block_size: tokens of one pass, the root included.
+        draft_depth: positions drafted a pass, block_size - 1.
+        target_layer_ids: target layers whose outputs `append` takes, in this order.
     """
 
     def __init__(
@@ -68,6 +73,9 @@ class DFlashDrafter:
         stack_factory: StackFactory = DecoderStack,
     ) -> None:
         self.config = config
+        self.block_size = config.block_size
+        self.draft_depth = config.draft_depth
+        self.target_layer_ids = config.target_layer_ids
         self.dtype = dtype
         self.device = device
         self.embed = embed
@@ -84,21 +92,6 @@ class DFlashDrafter:
         mask_tokens = [config.mask_token_id] * config.draft_depth
         self.mask_tokens = torch.tensor(mask_tokens, device=device)  # [draft_depth]
         self.block_mask = torch.ones(config.block_size, config.block_size, dtype=torch.bool, device=device)
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of one drafter pass, the root included."""
-        return self.config.block_size
-
-    @property
-    def draft_depth(self) -> int:
-        """Positions drafted a pass."""
-        return self.config.draft_depth
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """Target layers whose outputs the drafter reads."""
-        return self.config.target_layer_ids
 
     def new_context(self, capacity: int) -> DraftContext:
         """An empty context with room for `capacity` tokens, the block included."""

@@ -81,7 +81,7 @@ def load_drafter(
         )
     if max_positions > config.max_position_embeddings:
         logger.warning(
-            "contexts of up to %d tokens: past the drafter's max_position_embeddings=%d its drafts may be poor",
+            "contexts of %d tokens pass the drafter's max_position_embeddings=%d, where drafts may be poor",
             max_positions, config.max_position_embeddings,
         )  # fmt: skip
     weights = read_weights(path, config)

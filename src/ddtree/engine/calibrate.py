@@ -91,12 +91,18 @@ def choose_threads(pair: ModelPair) -> int:
         if seconds < 0.95 * best_s:
             best, best_s = count, seconds
     torch.set_num_threads(best)
-    logger.info("CPU threads: %d of %d cores, verify pass of %d tokens %.1f ms", best, cores, PROBE_WIDTH, best_s * 1e3)
+    logger.info(
+        "CPU threads: %d of %d cores, verify pass of %d tokens %.1f ms",
+        best,
+        cores,
+        PROBE_WIDTH,
+        best_s * 1e3,
+    )
     return best
 
 
 def measure_costs(pair: ModelPair, sequence: Sequence, runner: RoundRunner) -> CostTable:
-    """Milliseconds of a whole round of each plan that the policy may choose, a context of 200 tokens before it."""
+    """Milliseconds of a whole round of each plan that the policy may choose, after 200 tokens of context."""
     device = sequence.root_token.device
     chooser = TokenChooser(SamplingParams(), (0,), pair.target.info.vocab_size, device)
     pair.kv_cache.data[:, :, :, :PROBE_PREFIX_TOKENS].zero_()

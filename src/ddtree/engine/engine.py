@@ -19,7 +19,7 @@ from ddtree.engine.round_runner import EagerRunner, GraphRunner, RoundRunner
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.sequence import ModelPair, Sequence
 from ddtree.engine.stream import TokenStream
-from ddtree.engine.target import load_target, stack_for
+from ddtree.engine.target import load_target, make_stack
 from ddtree.errors import ConfigError, ContextLengthError, DDTreeError
 from ddtree.layers.window import Window
 from ddtree.models import resolve_drafter, resolve_target
@@ -86,7 +86,7 @@ class Engine:
             if drafter_folder is not None:
                 drafter = load_drafter(
                     Path(drafter_folder), target.info, target.embed, target.head, dtype, device,
-                    max_positions, stack_for(device),
+                    max_positions, make_stack,
                 )  # fmt: skip
             tokenizer = AutoTokenizer.from_pretrained(folder)
             engine = cls(target, drafter, tokenizer, config, eos_tokens_of(folder, tokenizer), device)
@@ -140,7 +140,9 @@ class Engine:
             DDTreeError: it runs another request.
         """
         if not self.lock.acquire(blocking=False):
-            raise DDTreeError("the engine runs one request at a time and is busy; finish or cancel that one first")
+            raise DDTreeError(
+                "the engine runs one request at a time and is busy; finish or cancel that one first"
+            )
 
     def policy(self) -> NodeBudgetPolicy:
         """The node budget policy, kept over requests; made at first use by measuring what rounds cost."""
@@ -202,7 +204,9 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if available else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= available:
-        raise ConfigError(f"device={name!r} is not allowed here: {available} CUDA devices found; use cpu or auto")
+        raise ConfigError(
+            f"device={name!r} is not allowed here: {available} CUDA devices found; use cpu or auto"
+        )
     return device
 
 

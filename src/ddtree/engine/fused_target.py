@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from ddtree.draft.dflash_model import StackFactory
 from ddtree.draft.load import TargetInfo
 from ddtree.engine.kv_cache import KVCache
 from ddtree.engine.protocols import TargetOutput
 from ddtree.errors import CheckpointError
-from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, rms_norm
+from ddtree.layers.decoder import DecoderLayer, DecoderSpec, rms_norm
 from ddtree.layers.linear import Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.window import Window
@@ -56,7 +57,9 @@ class SafetensorsReader:
             try:
                 handle = safe_open(file, framework="pt")
             except Exception as error:  # safetensors raises its own error class and OSError alike
-                raise CheckpointError(f"{file} cannot be read ({error}); copy or download it again") from error
+                raise CheckpointError(
+                    f"{file} cannot be read ({error}); copy or download it again"
+                ) from error
             self._handles.update(dict.fromkeys(handle.keys(), handle))
 
     def __contains__(self, name: str) -> bool:
@@ -68,7 +71,9 @@ class SafetensorsReader:
             raise CheckpointError(f"tensor {name} is missing from the checkpoint; it may be of another model")
         tensor: Tensor = self._handles[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
+            raise CheckpointError(
+                f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
+            )
         if not tensor.is_floating_point():
             raise CheckpointError(f"tensor {name} is {tensor.dtype}; floating-point weights are allowed")
         return tensor.to(device, dtype)
@@ -92,7 +97,7 @@ class FusedTarget:
         dtype: torch.dtype,
         device: torch.device,
         max_positions: int,
-        stack_factory: Callable[[DecoderSpec, Sequence[DecoderLayer], RotaryTable], DecoderStack],
+        stack_factory: StackFactory,
     ) -> None:
         self.config = config
         self.info = TargetInfo(
@@ -173,7 +178,9 @@ def rotary_table(config: Any, max_positions: int, dtype: torch.dtype, device: to
 class _Loader:
     """Reads a checkpoint's layers in the fused layout."""
 
-    def __init__(self, config: Any, reader: SafetensorsReader, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, config: Any, reader: SafetensorsReader, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.config, self.reader, self.dtype, self.device = config, reader, dtype, device
 
     def __call__(self, name: str, *shape: int) -> Tensor:

@@ -64,7 +64,7 @@ def fixed_plan(mode: Mode, node_budget: int | Literal["auto"], block_size: int) 
         return PLAIN
     if block_size < 2:
         raise ConfigError(
-            f"mode={mode.value!r} is not allowed without a drafter: ar; name one with --drafter or use mode ar"
+            f"mode={mode.value!r} is not allowed without a drafter: ar; name a drafter or use mode ar"
         )
     if mode is Mode.CHAIN:
         return DraftPlan(Mode.CHAIN, block_size - 1)

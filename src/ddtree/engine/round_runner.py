@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from ddtree.config import Mode
-from ddtree.engine.decode_round import Built, Round, Verified, accept, build, commit, decode_round, draft, verify
+from ddtree.engine.decode_round import (
+    Built,
+    Round,
+    Verified,
+    accept,
+    build,
+    commit,
+    decode_round,
+    draft,
+    verify,
+)
 from ddtree.engine.readout import Readout, pack, unpack
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.sequence import ModelPair, Sequence

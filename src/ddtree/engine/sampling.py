@@ -31,7 +31,7 @@ def apply_top_p(logits: Tensor, top_p: float) -> Tensor:
     """Keep the smallest set of most likely tokens of each row that reaches probability top_p."""
     if top_p >= 1:
         return logits
-    ordered, order = torch.softmax(logits, -1).sort(-1, descending=True, stable=True)
+    ordered, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered  # probability of the tokens ahead, [n, vocab]
     drop = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, before >= top_p)
     return logits.masked_fill(drop, float("-inf"))
@@ -62,7 +62,7 @@ class TokenChooser:
         out_of_range = [t for t in params.logit_bias if t >= vocab_size]
         if out_of_range:
             raise ConfigError(
-                f"logit_bias has token ids {out_of_range} that are not allowed: ids from 0 to {vocab_size - 1}"
+                f"logit_bias has token ids {out_of_range} that are not allowed: 0 to {vocab_size - 1}"
             )
         self.bias = torch.zeros(vocab_size, device=device)
         for token, bias in params.logit_bias.items():
@@ -109,7 +109,9 @@ class TokenChooser:
             return logits
         counts = self.output_counts if path_counts is None else self.output_counts + path_counts
         occurs = counts > 0
-        penalised = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        penalised = torch.where(
+            logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+        )
         logits = torch.where(occurs | self.in_prompt, penalised, logits)
         return logits - params.presence_penalty * occurs - params.frequency_penalty * counts
 
@@ -136,7 +138,9 @@ def choose_along_path(chooser: TokenChooser, logits: Tensor, tree: DraftTree, la
     """
     children = {
         (parent, token): column
-        for column, (parent, token) in enumerate(zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True))
+        for column, (parent, token) in enumerate(
+            zip(tree.parents[0].tolist(), tree.tokens[0].tolist(), strict=True)
+        )
         if parent >= 0
     }
     target_tokens = torch.full_like(tree.tokens[0], -1)

@@ -17,7 +17,7 @@ from ddtree.tree.budget import DraftPlan
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """A target with its cache and, unless plain decoding is all that is wanted, a drafter with its context."""
+    """A target with its cache and, for drafted modes, a drafter with its context."""
 
     target: TargetModel
     kv_cache: KVCache

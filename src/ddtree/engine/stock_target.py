@@ -24,10 +24,10 @@ def target_unsupported_reason(config: Any) -> str | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     other = sorted(kinds.difference(ATTENTION_LAYER_TYPES))
     if other:
-        return f"it has {', '.join(other)} layers, whose recurrent or compressed state cannot branch into a tree here"
+        return f"it has {', '.join(other)} layers, whose state cannot branch into a tree here"
     recurrent = [name for name in RECURRENT_FIELDS if getattr(config, name, None) is not None]
     if recurrent:
-        return f"it keeps recurrent state ({', '.join(recurrent)} in its config), which cannot branch into a tree here"
+        return f"it keeps recurrent state ({', '.join(recurrent)}), which cannot branch into a tree here"
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model; decoder-only models are supported"
     if getattr(config, "kv_lora_rank", None) is not None:
@@ -40,7 +40,7 @@ def target_unsupported_reason(config: Any) -> str | None:
     return None
 
 
-class _WindowCache(Cache):
+class _WindowCache(Cache):  # type: ignore[misc,unused-ignore]
     """Our static cache behind the transformers interface: a layer writes its window and reads everything."""
 
     def __init__(self, kv_cache: KVCache, window: Window) -> None:
@@ -77,7 +77,9 @@ class StockTarget:
         config = model.config
         reason = target_unsupported_reason(config)
         if reason is not None:
-            raise UnsupportedModelError(f"target {config.model_type} cannot be used with draft trees: {reason}")
+            raise UnsupportedModelError(
+                f"target {config.model_type} cannot be used with draft trees: {reason}"
+            )
         self.model, self.dtype, self.device = model, dtype, device
         self.info = TargetInfo(
             hidden_size=config.hidden_size,
@@ -89,7 +91,9 @@ class StockTarget:
         self._layers = _decoder_layers(model, self.info.num_layers)
         self._embedding, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         if self._head is None:
-            raise UnsupportedModelError(f"target {config.model_type} has no output head; a causal LM is needed")
+            raise UnsupportedModelError(
+                f"target {config.model_type} has no output head; a causal LM is needed"
+            )
         self._tapped: dict[int, Tensor] = {}
         self._hooked: set[int] = set()
         self._kinds = sorted(set(getattr(config, "layer_types", None) or ()))
@@ -137,7 +141,10 @@ class StockTarget:
         """A 4D additive mask, which transformers takes as it is; one a layer type where types differ."""
         if not self._kinds:
             return window.additive_mask(self.dtype)[None, None]
-        sizes = {"full_attention": None, "sliding_attention": getattr(self.model.config, "sliding_window", None)}
+        sizes = {
+            "full_attention": None,
+            "sliding_attention": getattr(self.model.config, "sliding_window", None),
+        }
         masks = {kind: window.additive_mask(self.dtype, sizes[kind])[None, None] for kind in self._kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -160,5 +167,5 @@ def _decoder_layers(model: Any, num_layers: int) -> Any:
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return module
     raise UnsupportedModelError(
-        f"target {model.config.model_type}: found no list of {num_layers} decoder layers to tap hidden states from"
+        f"target {model.config.model_type}: found no list of {num_layers} decoder layers to tap"
     )

@@ -46,7 +46,7 @@ class TokenStream:
         self._cancelled.set()
 
     def result(self) -> Generation:
-        """What was generated. Call it after the iteration has ended; a stream left early counts as cancelled."""
+        """What was generated, once the iteration has ended; a stream left early counts as cancelled."""
         finish = self._finish or FinishReason.CANCEL
         return Generation(self._text.text, tuple(self._tokens), finish, self._stats)
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ddtree.draft.dflash_model import Stack
 from ddtree.engine.fused_target import FusedTarget, SafetensorsReader, fused_unsupported_reason
 from ddtree.engine.protocols import TargetModel
 from ddtree.engine.stock_target import StockTarget, target_unsupported_reason
 from ddtree.errors import CheckpointError, UnsupportedModelError
-from ddtree.layers.decoder import DecoderStack
+from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack
+from ddtree.layers.rotary import RotaryTable
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +39,21 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, max_posi
     reason = fused_unsupported_reason(config)
     if reason is None and any(folder.glob("*.safetensors")):
         reader = SafetensorsReader(folder)
-        return FusedTarget(config, reader, dtype, device, max_positions, stack_for(device))
+        return FusedTarget(config, reader, dtype, device, max_positions, make_stack)
     logger.info("target %s runs on its stock modules: %s", config.model_type, reason or "no safetensors file")
     return StockTarget(_load_stock(folder, dtype, device), dtype, device)
 
 
-def stack_for(device: torch.device) -> type[DecoderStack]:
-    """The decoder stack of a device: fused Triton kernels on CUDA, torch operations elsewhere."""
-    if device.type == "cuda":
-        from ddtree.layers.triton_decoder import TritonDecoderStack
+def make_stack(spec: DecoderSpec, layers: Sequence[DecoderLayer], rotary: RotaryTable) -> Stack:
+    """The fastest stack for these layers: fused Triton kernels on CUDA, torch operations elsewhere."""
+    if layers[0].input_norm.device.type == "cuda":
+        from ddtree.layers.triton_decoder import TritonDecoderStack, triton_unsupported_reason
 
-        return TritonDecoderStack
-    return DecoderStack
+        reason = triton_unsupported_reason(spec, layers)
+        if reason is None:
+            return TritonDecoderStack(spec, layers, rotary)
+        logger.warning("no fused kernels for this model, torch operations run instead: %s", reason)
+    return DecoderStack(spec, layers, rotary)
 
 
 def load_config(folder: Path) -> Any:

@@ -56,7 +56,9 @@ class TextStream:
         return new
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     def _settle(self, *, final: bool) -> None:
@@ -72,7 +74,9 @@ class TextStream:
         return len(self._tokens) - self._settled < 4
 
     def _find_stop(self) -> None:
-        found = [at for at in (self._text.find(stop, self._search_from(stop)) for stop in self._stop) if at >= 0]
+        found = [
+            at for at in (self._text.find(stop, self._search_from(stop)) for stop in self._stop) if at >= 0
+        ]
         if found:
             self._text = self._text[: min(found)]
             self.stopped = True

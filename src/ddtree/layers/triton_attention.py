@@ -46,7 +46,7 @@ def visible_keys(
     return visible & slot_mask[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # one binary for every width
 def attention_kernel(
     query_ptr,  # [num_tokens, NUM_HEADS * HEAD_DIM]
     kv_ptr,  # [2, NUM_KV_HEADS, capacity, HEAD_DIM]
@@ -103,7 +103,15 @@ def attention_kernel(
         value = tl.load(value_ptr + kv_offsets, mask=slot_mask[:, None], other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee") * scale
         visible = visible_keys(
-            mask_ptr, positions_ptr, tokens, slots, slot_mask, prefix_len, num_tokens, HAS_MASK, SLIDING_WINDOW
+            mask_ptr,
+            positions_ptr,
+            tokens,
+            slots,
+            slot_mask,
+            prefix_len,
+            num_tokens,
+            HAS_MASK,
+            SLIDING_WINDOW,
         )
         scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
@@ -113,7 +121,8 @@ def attention_kernel(
         total = total * decay + tl.sum(shares, 1)
         acc = tl.dot(shares.to(value.dtype), value, acc * decay[:, None], input_precision="ieee")
         top = new_top
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)  # a split without keys: out is 0, lse -inf
+    out = acc / total[:, None]
     out_ptrs = out_ptr + split * num_tokens * (NUM_HEADS * HEAD_DIM) + offsets
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=row_mask[:, None])
     if NUM_SPLITS > 1:

@@ -112,7 +112,7 @@ class WindowArgs:
         return cls(positions, window.prefix_len, tree_mask.contiguous().view(torch.uint8), True)
 
 
-class TritonDecoderStack:
+class TritonDecoderStack(DecoderStack):
     """`DecoderStack` with small windows on fused kernels; larger ones (prefill) run the reference.
 
     A pass makes no host sync and reads `prefix_len` on the device, so it can be captured in a CUDA
@@ -138,10 +138,7 @@ class TritonDecoderStack:
         reason = triton_unsupported_reason(spec, layers)
         if reason is not None:
             raise UnsupportedModelError(f"the Triton path cannot run this model: {reason}; use DecoderStack")
-        self.spec = spec
-        self.layers = tuple(layers)
-        self.rotary = rotary
-        self.reference = DecoderStack(spec, layers, rotary)
+        super().__init__(spec, layers, rotary)
         self.tiles = tiles
         self.pdl = can_launch_dependents(self.layers[0].qkv.weight.device)
 
@@ -166,7 +163,7 @@ class TritonDecoderStack:
         """
         n = hidden.shape[0]
         if n > MAX_WINDOW_TOKENS:
-            return self.reference.forward(hidden, window, kv_data, tap_layer_ids)
+            return super().forward(hidden, window, kv_data, tap_layer_ids)
         tiles = self.tiles(n, window.kv_extent)
         taps = sorted({i for i in tap_layer_ids if i < len(self.layers)})
         intermediate = self.layers[0].down.in_features
@@ -177,10 +174,15 @@ class TritonDecoderStack:
             out = buffers.hidden
             if i in taps:
                 out = buffers.taps.view(n, len(taps), -1)[:, taps.index(i)]
-            self._attend(i, hidden, args, kv_data[i], buffers, tiles)
-            self._project_add(buffers.attention, buffers.lse, layer.out.weight, hidden, buffers.middle, tiles.out)
-            self._gate_up(layer, buffers, tiles.gate_up)
-            self._project_add(buffers.gated[None], buffers.lse, layer.down.weight, buffers.middle, out, tiles.down)
+            self._launch_qkv(i, hidden, args, kv_data[i], buffers, tiles)
+            self._launch_attention(i, args, kv_data[i], buffers, tiles)
+            self._launch_project_add(
+                buffers.attention, buffers.lse, layer.out.weight, hidden, buffers.middle, tiles.out
+            )
+            self._launch_swiglu(layer, buffers, tiles.gate_up)
+            self._launch_project_add(
+                buffers.gated[None], buffers.lse, layer.down.weight, buffers.middle, out, tiles.down
+            )
             hidden = out
         return hidden, buffers.taps if taps else None
 
@@ -191,12 +193,12 @@ class TritonDecoderStack:
             options["launch_pdl"] = True
         return options
 
-    def _attend(
+    def _launch_qkv(
         self, i: int, hidden: Tensor, args: WindowArgs, kv: Tensor, buffers: Buffers, tiles: StackTiles
     ) -> None:
         spec, layer, n = self.spec, self.layers[i], hidden.shape[0]
-        tile, weight = tiles.qkv, layer.qkv.weight
-        has_head_norm = layer.q_norm is not None
+        has_head_norm, weight = layer.q_norm is not None, layer.qkv.weight
+        tile = tiles.qkv_whole_heads if has_head_norm else tiles.qkv
         block_n = spec.head_dim if has_head_norm else min(tile.block_n, spec.head_dim)
         grid = (layer.qkv.out_features // block_n, triton.cdiv(n, tile.block_m))
         norm_qkv_rope_kernel[grid](
@@ -209,7 +211,11 @@ class TritonDecoderStack:
             layer.qkv.bias is not None, has_head_norm, self.pdl, tile.block_m, block_n, tile.block_k,
             **self._launch_options(tile, is_first=i == 0),
         )  # fmt: skip
-        tile = tiles.attention
+
+    def _launch_attention(
+        self, i: int, args: WindowArgs, kv: Tensor, buffers: Buffers, tiles: StackTiles
+    ) -> None:
+        spec, tile, n = self.spec, tiles.attention, buffers.query.shape[0]
         group = spec.num_heads // spec.num_kv_heads
         grid = (triton.cdiv(n * group, tile.block_m), spec.num_kv_heads, tiles.num_splits)
         attention_kernel[grid](
@@ -220,18 +226,19 @@ class TritonDecoderStack:
             **self._launch_options(tile),
         )  # fmt: skip
 
-    def _project_add(
+    def _launch_project_add(
         self, parts: Tensor, lse: Tensor, weight: Tensor, residual: Tensor, out: Tensor, tile: Tile
     ) -> None:
         num_splits, n, features = parts.shape
         grid = (triton.cdiv(out.shape[1], tile.block_n), triton.cdiv(n, tile.block_m))
         project_add_kernel[grid](
             parts, lse, weight, residual, out, n, out.shape[1], residual.stride(0), out.stride(0),
-            features, self.spec.head_dim, num_splits, self.pdl, tile.block_m, tile.block_n, tile.block_k,
+            features, self.spec.head_dim, num_splits, self.pdl, tile.block_m, tile.block_n,
+            max(tile.block_k, self.spec.head_dim),
             **self._launch_options(tile),
         )  # fmt: skip
 
-    def _gate_up(self, layer: DecoderLayer, buffers: Buffers, tile: Tile) -> None:
+    def _launch_swiglu(self, layer: DecoderLayer, buffers: Buffers, tile: Tile) -> None:
         n, intermediate = buffers.gated.shape
         grid = (triton.cdiv(2 * intermediate, tile.block_n), triton.cdiv(n, tile.block_m))
         norm_swiglu_kernel[grid](

@@ -68,35 +68,37 @@ def load_rows(
     x_ptr,
     lse_ptr,
     rows,
-    ks,
+    k,
     num_tokens,
     x_stride,
     IN: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """x [rows, ks]; with several splits, the parts [NUM_SPLITS, num_tokens, IN] of attention merged.
+    """x [rows, k .. k + BLOCK_K); with several splits, the parts of attention merged.
 
-    Split i weighs exp2(lse_i), with lse [NUM_SPLITS, num_tokens, IN / HEAD_DIM].
+    Part i weighs exp2(lse_i); parts are [NUM_SPLITS, num_tokens, IN], lse [NUM_SPLITS, num_tokens, heads].
+    All parts are loaded at once: one after another, each would wait for the one before.
     """
-    mask = (rows[:, None] < num_tokens) & (ks[None, :] < IN)
-    offsets = rows[:, None] * x_stride + ks[None, :]
     if NUM_SPLITS == 1:
-        x = tl.load(x_ptr + offsets, mask=mask, other=0.0)
+        ks = k + tl.arange(0, BLOCK_K)
+        mask = (rows[:, None] < num_tokens) & (ks[None, :] < IN)
+        x = tl.load(x_ptr + rows[:, None] * x_stride + ks[None, :], mask=mask, other=0.0)
     else:
-        heads: tl.constexpr = IN // HEAD_DIM
-        lse_ptrs = lse_ptr + rows[:, None] * heads + ks[None, :] // HEAD_DIM
-        top = tl.load(lse_ptrs, mask=mask, other=0.0)
-        for i in tl.static_range(1, NUM_SPLITS):
-            top = tl.maximum(top, tl.load(lse_ptrs + i * num_tokens * heads, mask=mask, other=0.0))
-        merged = tl.zeros(top.shape, tl.float32)
-        total = tl.zeros(top.shape, tl.float32)
-        for i in tl.static_range(NUM_SPLITS):
-            share = tl.exp2(tl.load(lse_ptrs + i * num_tokens * heads, mask=mask, other=0.0) - top)
-            part = tl.load(x_ptr + i * num_tokens * IN + offsets, mask=mask, other=0.0)
-            merged += share * part.to(tl.float32)
-            total += share
-        x = (merged / total).to(x_ptr.dtype.element_ty)
+        num_heads: tl.constexpr = IN // HEAD_DIM
+        heads = (k // HEAD_DIM + tl.arange(0, BLOCK_K // HEAD_DIM))[None, None, :]
+        part_rows = tl.arange(0, NUM_SPLITS)[:, None, None] * num_tokens + rows[None, :, None]
+        mask = (rows[None, :, None] < num_tokens) & (heads < num_heads)
+        offsets = part_rows * num_heads + heads  # [NUM_SPLITS, BLOCK_M, heads]
+        lse = tl.load(lse_ptr + offsets, mask=mask, other=0.0)
+        pointers = x_ptr + offsets[:, :, :, None] * HEAD_DIM + tl.arange(0, HEAD_DIM)[None, None, None, :]
+        parts = tl.load(pointers, mask=mask[:, :, :, None], other=0.0)
+        shares = tl.exp2(lse - tl.max(lse, 0)[None, :, :])
+        shares = shares / tl.sum(shares, 0)[None, :, :]
+        merged = tl.sum(parts.to(tl.float32) * shares[:, :, :, None], 0)
+        x = merged.to(x_ptr.dtype.element_ty).reshape(BLOCK_M, BLOCK_K)
     return x
 
 
@@ -139,7 +141,9 @@ def project(
         w = first
         products = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         for k in tl.static_range(0, IN, BLOCK_K):
-            x = load_rows(x_ptr, lse_ptr, rows, k + ks, num_tokens, x_stride, IN, HEAD_DIM, NUM_SPLITS)
+            x = load_rows(
+                x_ptr, lse_ptr, rows, k, num_tokens, x_stride, IN, HEAD_DIM, NUM_SPLITS, BLOCK_M, BLOCK_K
+            )
             if HAS_NORM:
                 x, more = scale_rows(x, norm_ptr, k + ks, IN)
                 squares += more
@@ -151,7 +155,9 @@ def project(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for k in range(0, IN, BLOCK_K):
             w = tl.load(weight_ptrs + k, mask=k + ks[None, :] < IN, other=0.0)
-            x = load_rows(x_ptr, lse_ptr, rows, k + ks, num_tokens, x_stride, IN, HEAD_DIM, NUM_SPLITS)
+            x = load_rows(
+                x_ptr, lse_ptr, rows, k, num_tokens, x_stride, IN, HEAD_DIM, NUM_SPLITS, BLOCK_M, BLOCK_K
+            )
             if HAS_NORM:
                 x, more = scale_rows(x, norm_ptr, k + ks, IN)
                 squares += more
@@ -162,7 +168,9 @@ def project(
 
 
 @triton.jit
-def norm_head_halves(lo, hi, q_norm_ptr, k_norm_ptr, head, eps, dtype, NUM_HEADS: tl.constexpr, HALF: tl.constexpr):
+def norm_head_halves(
+    lo, hi, q_norm_ptr, k_norm_ptr, head, eps, dtype, NUM_HEADS: tl.constexpr, HALF: tl.constexpr
+):
     """Root-mean-square norm over a query or key head given as its halves [BLOCK_M, HALF]."""
     ds = tl.arange(0, HALF)
     scale_ptr = q_norm_ptr
@@ -174,7 +182,7 @@ def norm_head_halves(lo, hi, q_norm_ptr, k_norm_ptr, head, eps, dtype, NUM_HEADS
     return lo.to(dtype).to(tl.float32), hi.to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # one binary for every width
 def norm_qkv_rope_kernel(
     hidden_ptr,  # [num_tokens, IN], rows hidden_stride apart
     norm_ptr,  # [IN]
@@ -249,7 +257,7 @@ def norm_qkv_rope_kernel(
         tl.store(out + half, hi.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # one binary for every width
 def project_add_kernel(
     x_ptr,  # [NUM_SPLITS, num_tokens, IN]
     lse_ptr,  # [NUM_SPLITS, num_tokens, IN / HEAD_DIM] float32 where NUM_SPLITS > 1
@@ -286,7 +294,7 @@ def project_add_kernel(
     tl.store(out_ptr + rows[:, None] * out_stride + js[None, :], out.to(dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # one binary for every width
 def norm_swiglu_kernel(
     hidden_ptr,  # [num_tokens, IN], rows hidden_stride apart
     norm_ptr,  # [IN]

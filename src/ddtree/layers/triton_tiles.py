@@ -25,9 +25,17 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class StackTiles:
-    """Tiles of a layer's five kernels; `num_splits` is the number of key splits of attention."""
+    """Tiles of a layer's five kernels.
+
+    Attributes:
+        qkv: where heads have no norm.
+        qkv_whole_heads: where they have one; its block_n is the head's size whatever it says.
+        attention, out, gate_up, down: as they say.
+        num_splits: key splits of attention, a power of two.
+    """
 
     qkv: Tile
+    qkv_whole_heads: Tile
     attention: Tile
     num_splits: int
     out: Tile
@@ -44,8 +52,9 @@ def tiles_for(num_tokens: int, kv_extent: int) -> StackTiles:
     if num_tokens == 1:
         return StackTiles(
             qkv=Tile(1, 8, 1024, 4, 1),
+            qkv_whole_heads=Tile(1, 64, 128, 8, 1),
             attention=Tile(16, 64, 0, 4, 2),
-            num_splits=max(1, min(8, kv_extent // 64)),
+            num_splits=8 if kv_extent >= 256 else 2,
             out=Tile(1, 4, 1024, 4, 1),
             gate_up=Tile(1, 16, 1024, 4, 1),
             down=Tile(1, 4, 512, 4, 1),
@@ -53,6 +62,7 @@ def tiles_for(num_tokens: int, kv_extent: int) -> StackTiles:
     block_m = 16 if num_tokens <= 16 else 32
     return StackTiles(
         qkv=Tile(block_m, 16, 64, 4, 5),
+        qkv_whole_heads=Tile(16, 64, 64, 4, 5),
         attention=Tile(16, 64, 0, 4, 2),
         num_splits=1,
         out=Tile(16, 16, 64, 4, 5),

@@ -290,11 +290,12 @@ class NodeBudgetPolicy:
         self._means = _DriftingMeans(self._completer.predict(PRIOR_CHAIN_DRAFTS))
         self._sighting_ct = dict.fromkeys(costs.plans, 0.0)
         self._run_ct = dict.fromkeys(costs.plans, 0.0)
+        self._dearest = max(costs.plans, key=costs.cost_ms)
         self._random = random.Random(seed)
         self._probe_share = PROBE_SHARE_MAX
         self._credit_ms = 0.0
-        self._base = max(costs.plans, key=self._rate)
-        self._next = self._base
+        self._rates = self._current_rates()
+        self._base = self._next = max(costs.plans, key=self._rates.__getitem__)
 
     def choose(self) -> DraftPlan:
         """The next round's plan; the same until `update` is called."""
@@ -327,12 +328,14 @@ class NodeBudgetPolicy:
     def _level(self, plan: DraftPlan) -> int:
         return 0 if plan.mode is Mode.CHAIN else 1 + self.tree_budgets.index(plan.node_budget)
 
-    def _rate(self, plan: DraftPlan) -> float:
-        return self.accept_length(plan) / self.costs.cost_ms(plan)
+    def _current_rates(self) -> dict[DraftPlan, float]:
+        """Expected tokens a millisecond of each plan."""
+        return {plan: self.accept_length(plan) / self.costs.cost_ms(plan) for plan in self.costs.plans}
 
     def _settle(self) -> DraftPlan:
-        best = max(self.costs.plans, key=self._rate)
-        if self._rate(best) > self._rate(self._base) * (1 + HYSTERESIS):
+        self._rates = self._current_rates()
+        best = max(self.costs.plans, key=self._rates.__getitem__)
+        if self._rates[best] > self._rates[self._base] * (1 + HYSTERESIS):
             self._base = best
         return self._probe() or self._base
 
@@ -345,7 +348,7 @@ class NodeBudgetPolicy:
         others = [plan for plan in self.costs.plans if plan != self._base]
         plan = max(others, key=self._hopeful_rate, default=None)
         if plan is None or (
-            self._shows(self._base, plan) and self._hopeful_rate(plan) < self._rate(self._base)
+            self._shows(self._base, plan) and self._hopeful_rate(plan) < self._rates[self._base]
         ):
             return None
         affordable = self._credit_ms >= self._loss_ms(plan, extra_tokens=0.0)
@@ -355,16 +358,16 @@ class NodeBudgetPolicy:
         doubt = COST_DOUBT / math.sqrt(1 + self._run_ct[plan])
         if not self._shows(self._base, plan):
             doubt += ACCEPT_DOUBT / math.sqrt(1 + self._sighting_ct[plan])
-        return self._rate(plan) * (1 + doubt)
+        return self._rates[plan] * (1 + doubt)
 
     def _loss_ms(self, plan: DraftPlan, extra_tokens: float) -> float:
         """What a round of this plan costs against one of the base that commits `extra_tokens` fewer."""
         extra_ms = self.costs.cost_ms(plan) - self.costs.cost_ms(self._base)
-        return extra_ms - extra_tokens / self._rate(self._base)
+        return extra_ms - extra_tokens / self._rates[self._base]
 
     def _earn(self, plan: DraftPlan) -> None:
         """Each round earns a share of its time for probes, up to two of the dearest."""
-        limit_ms = 2 * max(self.costs.cost_ms(plan) for plan in self.costs.plans)
+        limit_ms = 2 * self.costs.cost_ms(self._dearest)
         self._credit_ms = min(self._credit_ms + self._probe_share * self.costs.cost_ms(plan), limit_ms)
 
     def _pay(self, plan: DraftPlan, drafts: list[float]) -> None:

@@ -14,7 +14,7 @@ the order of the tie rule, so a stable sort by score alone applies it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -37,34 +37,44 @@ class _Plan:
     starts: Tensor  # [all nodes but the root] first candidate of the node's level
 
 
-def candidate_pairs(num_parents: int, node_budget: int, candidate_topk: int) -> list[tuple[int, int]]:
-    """The (parent index, rank) pairs that can enter a level, in the order of the tie rule."""
-    return [(i, r) for i in range(num_parents) for r in range(min(candidate_topk, node_budget // (i + 1)))]
+def candidate_pairs(num_parents: int, node_budget: int, candidate_topk: int) -> tuple[Tensor, Tensor]:
+    """Parent index and rank, each [num_candidates] int64, of what can enter a level; in the tie rule's order.
+
+    `num_parents` is at most `node_budget`.
+    """
+    parents = torch.arange(num_parents)
+    num_ranks = (node_budget // (parents + 1)).clamp(max=candidate_topk)  # [num_parents]
+    first = (num_ranks.cumsum(0) - num_ranks).repeat_interleave(num_ranks)  # [num_candidates]
+    return parents.repeat_interleave(num_ranks), torch.arange(first.shape[0]) - first
 
 
-# Never evicted: captured CUDA graphs hold the addresses of these tables.
-@cache
-def _plan(draft_depth: int, node_budget: int, candidate_topk: int, device: torch.device) -> _Plan:
-    tables: list[list[tuple[int, int]]] = []
-    widths: list[int] = [1]
-    for _ in range(draft_depth):
-        tables.append(candidate_pairs(widths[-1], node_budget, candidate_topk))
-        widths.append(min(node_budget, len(tables[-1])))
-    first_node = [sum(widths[:d]) for d in range(draft_depth)]  # of the level above level d
-    first_candidate = [sum(map(len, tables[:d])) for d in range(draft_depth)]
-
-    def index(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+def _make_plan(draft_depth: int, node_budget: int, candidate_topk: int, device: torch.device) -> _Plan:
+    level_parents: list[Tensor] = []
+    entries, parents, depths, starts = [], [], [], []
+    first_node, first_candidate, width = 0, 0, 1  # of the level above, of this level, of the level above
+    for level in range(draft_depth):
+        level_parent, rank = candidate_pairs(width, node_budget, candidate_topk)
+        level_parents.append(level_parent.to(device))
+        entries.append(rank + level * candidate_topk)
+        parents.append(level_parent + first_node)
+        depths.append(torch.full_like(rank, level + 1))
+        first_node, width = first_node + width, min(node_budget, len(rank))
+        starts.append(torch.full((width,), first_candidate))
+        first_candidate += len(rank)
     return _Plan(
-        level_parents=tuple(index([i for i, _ in table]) for table in tables),
-        level_widths=tuple(widths[1:]),
-        num_candidates=tuple(map(len, tables)),
-        entries=index([d * candidate_topk + r for d, table in enumerate(tables) for _, r in table]),
-        parents=index([first_node[d] + i for d, table in enumerate(tables) for i, _ in table]),
-        depths=index([d + 1 for d, table in enumerate(tables) for _ in table]),
-        starts=index([first_candidate[d] for d in range(draft_depth) for _ in range(widths[d + 1])]),
+        level_parents=tuple(level_parents),
+        level_widths=tuple(map(len, starts)),
+        num_candidates=tuple(map(len, level_parents)),
+        entries=torch.cat(entries).to(device),
+        parents=torch.cat(parents).to(device),
+        depths=torch.cat(depths).to(device),
+        starts=torch.cat(starts).to(device),
     )
+
+
+# Captured CUDA graphs hold the addresses of these tables, so on CUDA none may ever be dropped.
+_kept_plan = cache(_make_plan)
+_recent_plan = lru_cache(maxsize=64)(_make_plan)
 
 
 def _sort(scores: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -95,7 +105,8 @@ def build_draft_trees(marginals: DraftMarginals, root_tokens: Tensor, node_budge
     """
     check_inputs(marginals, root_tokens, node_budget)
     bs, draft_depth, topk = marginals.log_probs.shape
-    plan = _plan(draft_depth, node_budget, topk, marginals.log_probs.device)
+    plan_of = _kept_plan if marginals.log_probs.is_cuda else _recent_plan
+    plan = plan_of(draft_depth, node_budget, topk, marginals.log_probs.device)
     log_probs = marginals.log_probs.flatten(1)  # [bs, L * K]
     log_probs = torch.where(log_probs.isnan(), NEG_INF, log_probs.clamp(max=0.0))
     steps = log_probs.index_select(1, plan.entries).split_with_sizes(plan.num_candidates, dim=1)

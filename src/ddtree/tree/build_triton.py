@@ -114,8 +114,8 @@ def _kernel() -> Any:
 @cache
 def _packed_pairs(node_budget: int, candidate_topk: int, device: torch.device) -> Tensor:
     """The candidates of a level, parent index << 8 | rank, [num_pairs] int32."""
-    pairs = candidate_pairs(node_budget, node_budget, candidate_topk)
-    return torch.tensor([i << 8 | r for i, r in pairs], dtype=torch.int32, device=device)
+    parents, ranks = candidate_pairs(node_budget, node_budget, candidate_topk)
+    return (parents << 8 | ranks).to(device=device, dtype=torch.int32)
 
 
 def _power_of_two(count: int, at_least: int = 1) -> int:

@@ -14,6 +14,7 @@ recipe, in 64-bit unsigned arithmetic that wraps around, `>>` shifting in zeros:
 `mix` and G are those of SplitMix64 (Steele, Lea, Flood 2014): a token's bits are output number
 token + 1 of a SplitMix64 generator started at `key`. `reference_uniform` is the recipe in Python.
 The position is that of the token drawn: the one after the node whose logits it is drawn from.
+Bits and uniforms are the same everywhere; `log` may differ in its last bit between devices.
 """
 
 from __future__ import annotations

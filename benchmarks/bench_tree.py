@@ -1,0 +1,241 @@
+"""What does a round spend on the draft tree: top-K, build, mask, links and accept walk?
+
+On CUDA each step is captured in a CUDA graph and replayed back to back (warm caches, groups of
+replays between two events), so that figures are device time a call; the `eager` row is launched
+without a graph. On a CPU it is wall time a call, on one thread. Before timing, the Triton builder is
+compared with the torch builder on the GPU and on the CPU over random cases; a difference ends the run
+with exit status 1. Needs torch, numpy and, on CUDA, Triton. The last line is JSON.
+
+    PYTHONPATH=src python benchmarks/bench_tree.py --output results/tree_build_gpu.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddtree.provenance import provenance
+from ddtree.tree import (
+    DraftMarginals,
+    DraftTree,
+    RetrieveLinks,
+    TreeLayout,
+    build_chain,
+    build_draft_trees,
+    follow,
+    retrieve_links,
+    tree_layout,
+    verify_greedy,
+    verify_sampled,
+)
+from ddtree.tree.build_triton import build_draft_trees_with_layout, triton_refusal
+
+DRAFT_DEPTH = 15
+NUM_GROUPS, CALLS_PER_GROUP = 25, 20
+Step = Callable[[], object]
+Built = tuple[DraftTree, TreeLayout, RetrieveLinks]
+
+
+def random_logits(bs: int, draft_depth: int, vocab: int, seed: int, kind: str = "continuous") -> Tensor:
+    """[bs, draft_depth, vocab] on the CPU: bf16, or heavily quantised, or with -inf and NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(bs, draft_depth, vocab, generator=generator) * 4
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "trouble":
+        logits[torch.rand(logits.shape, generator=generator) < 0.5] = float("-inf")
+        logits[..., 3] = float("nan")
+        logits[0, draft_depth // 2] = float("-inf")
+    return logits.bfloat16()
+
+
+def torch_reference(marginals: DraftMarginals, roots: Tensor, prefix_lens: Tensor, node_budget: int) -> Built:
+    tree = build_draft_trees(marginals, roots, node_budget)
+    return tree, tree_layout(tree, prefix_lens), retrieve_links(tree)
+
+
+def tensors_of(built: Built) -> list[Tensor]:
+    tree, layout, links = built
+    return [
+        tree.tokens, tree.parents, tree.depths, tree.log_probs,
+        layout.positions, layout.ancestor_mask, links.next_token, links.next_sibling,
+    ]  # fmt: skip
+
+
+def random_cases(num_cases: int) -> Iterator[tuple[int, int, int, int]]:
+    """(draft_depth, K, node_budget, bs): the limits first, then random ones."""
+    yield from [(15, 64, 63, 8), (31, 127, 127, 4), (1, 1, 1, 1), (15, 16, 127, 3), (15, 127, 16, 3)]
+    generator = torch.Generator().manual_seed(0)
+    # Shapes come from a small set, since each one is a compilation.
+    shapes = [(15, 63, 63), (15, 16, 16), (7, 8, 31), (31, 32, 100), (3, 127, 64), (15, 1, 20), (2, 5, 9)]
+    for _ in range(num_cases - 5):
+        shape = shapes[int(torch.randint(len(shapes), (), generator=generator))]
+        yield (*shape, int(torch.randint(1, 9, (), generator=generator)))
+
+
+def count_differences(num_cases: int) -> int:
+    """Cases in which Triton, torch on CUDA and torch on the CPU do not all build the same."""
+    num_different = 0
+    for seed, (draft_depth, topk, node_budget, bs) in enumerate(random_cases(num_cases)):
+        kind = ("continuous", "ties", "trouble")[seed % 3]
+        logits = random_logits(bs, draft_depth, 300, seed, kind)
+        on_cpu, on_gpu = (DraftMarginals.from_logits(x, topk) for x in (logits, logits.cuda()))
+        roots, prefix_lens = torch.arange(bs), torch.arange(bs) * 100
+        same_marginals = torch.equal(on_cpu.tokens, on_gpu.tokens.cpu())
+        same_marginals &= torch.allclose(on_cpu.log_probs, on_gpu.log_probs.cpu(), atol=1e-5)
+        # The same values on both, since the normaliser may differ in its last bit.
+        on_cpu = DraftMarginals(on_gpu.tokens.cpu(), on_gpu.log_probs.cpu())
+        expected = tensors_of(torch_reference(on_cpu, roots, prefix_lens, node_budget))
+        arguments = (on_gpu, roots.cuda(), prefix_lens.cuda(), node_budget)
+        results = [build(*arguments) for build in (torch_reference, build_draft_trees_with_layout)]
+        same_trees = [
+            all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(tensors_of(r), expected, strict=True))
+            for r in results
+        ]
+        if not (same_marginals and all(same_trees)):
+            num_different += 1
+            print(f"DIFFERENT: case {seed} {kind} depth={draft_depth} K={topk} B={node_budget} bs={bs}: "
+                  f"marginals {same_marginals}, torch, triton {same_trees}")  # fmt: skip
+    return num_different
+
+
+def captured(step: Step) -> Step:
+    """The step as a replay of its CUDA graph."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def cuda_times_us(step: Step) -> list[float]:
+    """Microseconds a call, one figure a group of back-to-back calls."""
+    times = []
+    for group in range(NUM_GROUPS + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(CALLS_PER_GROUP):
+            step()
+        end.record()
+        end.synchronize()
+        if group >= 2:
+            times.append(start.elapsed_time(end) * 1e3 / CALLS_PER_GROUP)
+    return times
+
+
+def cpu_times_us(step: Step) -> list[float]:
+    times = []
+    for call in range(NUM_GROUPS * 4 + 5):
+        start_s = time.perf_counter()
+        step()
+        if call >= 5:
+            times.append((time.perf_counter() - start_s) * 1e6)
+    return times
+
+
+def steps_of(device: str, bs: int, node_budget: int, topk: int, vocab: int) -> dict[str, Step]:
+    """The steps of a round for one shape, by name."""
+    logits = random_logits(bs, DRAFT_DEPTH, vocab, seed=1).to(device)
+    marginals = DraftMarginals.from_logits(logits, topk)
+    roots, prefix_lens = torch.arange(bs, device=device), torch.arange(bs, device=device) * 100
+    tree, layout, _ = torch_reference(marginals, roots, prefix_lens, node_budget)
+    targets = torch.zeros_like(tree.tokens)
+    target_logits = random_logits(bs, node_budget + 1, vocab, seed=2).to(device).float()
+    seeds, mask = torch.arange(bs, device=device), layout.ancestor_mask
+    steps: dict[str, Step] = {
+        "from_logits": lambda: DraftMarginals.from_logits(logits, topk),
+        "build_chain": lambda: build_chain(marginals, roots),
+        "build_torch": lambda: build_draft_trees(marginals, roots, node_budget),
+        "tree_layout": lambda: tree_layout(tree, prefix_lens),
+        "retrieve_links": lambda: retrieve_links(tree),
+        "build+layout+links torch": lambda: torch_reference(marginals, roots, prefix_lens, node_budget),
+        "follow": lambda: follow(tree, mask, targets, DRAFT_DEPTH),
+        "verify_greedy": lambda: verify_greedy(tree, mask, target_logits, DRAFT_DEPTH),
+        "verify_sampled": lambda: verify_sampled(
+            tree, mask, target_logits, seeds, layout.positions, DRAFT_DEPTH
+        ),
+    }
+    if device == "cuda" and triton_refusal(DRAFT_DEPTH, topk, node_budget) is None:
+        steps["build+layout+links triton"] = lambda: build_draft_trees_with_layout(
+            marginals, roots, prefix_lens, node_budget
+        )
+        steps["from_logits+build+layout+links triton"] = lambda: build_draft_trees_with_layout(
+            DraftMarginals.from_logits(logits, topk), roots, prefix_lens, node_budget
+        )
+    return steps
+
+
+def measure(device: str, bs: int, node_budget: int, topk: int, vocab: int) -> Iterator[dict[str, Any]]:
+    shape = {"bs": bs, "node_budget": node_budget, "candidate_topk": topk, "vocab": vocab}
+    for name, step in steps_of(device, bs, node_budget, topk, vocab).items():
+        runs = {"": cpu_times_us}
+        if device == "cuda":
+            runs = {"": lambda step: cuda_times_us(captured(step))}
+            if name == "build+layout+links triton":
+                runs[" eager"] = cuda_times_us
+        for suffix, times_of in runs.items():
+            times = times_of(step)
+            deciles = statistics.quantiles(times, n=10)
+            yield {"step": name + suffix, **shape, "median_us": round(statistics.median(times), 1),
+                   "p10_us": round(deciles[0], 1), "p90_us": round(deciles[-1], 1)}  # fmt: skip
+
+
+def print_row(row: dict[str, Any]) -> None:
+    print(f"{row['step']:40} bs={row['bs']:<3} B={row['node_budget']:<5} K={row['candidate_topk']:<5} "
+          f"V={row['vocab']:<7} {row['median_us']:>9.1f} us  ({row['p10_us']:.1f} to {row['p90_us']:.1f})",
+          flush=True)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default=None)
+    parser.add_argument("--cases", type=int, default=300, help="random cases compared before timing (CUDA)")
+    parser.add_argument("--quick", action="store_true", help="one shape only")
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu":
+        torch.set_num_threads(1)
+    num_different = count_differences(arguments.cases) if device == "cuda" else 0
+    print(f"{arguments.cases if device == 'cuda' else 0} cases compared, {num_different} differ")
+    shapes = [(1, 63, 64, 49152)]
+    if not arguments.quick:
+        shapes += [(1, 16, 16, 49152), (1, 31, 32, 49152), (1, 127, 127, 49152), (1, 256, 256, 49152)]
+        shapes += [(8, 63, 64, 49152), (1, 63, 64, 151936)]
+    rows: list[dict[str, Any]] = []
+    for shape in shapes:
+        for row in measure(device, *shape):
+            print_row(row)
+            rows.append(row)
+    result = {
+        "device": device,
+        "draft_depth": DRAFT_DEPTH,
+        "cases_compared": arguments.cases if device == "cuda" else 0,
+        "cases_different": num_different,
+        "rows": rows,
+        "provenance": provenance(),
+    }
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(result))
+    return 1 if num_different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

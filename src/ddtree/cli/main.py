@@ -1,0 +1,90 @@
+"""The program `ddtree`: its commands, and how their errors end it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ddtree.cli import demo, generate
+from ddtree.cli.console import discard_stdout, prepare_streams
+from ddtree.errors import DDTreeError
+
+USER_ERROR = 2
+BROKEN_PIPE = 141  # the shell's code for a program whose reader went away
+
+# Newer typers carry their own copy of click; this is the usage error of whichever one typer raises.
+UsageError = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="ddtree",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate", epilog=generate.EPILOG)(generate.generate)
+app.command("demo", epilog=demo.EPILOG)(demo.demo)
+
+EPILOG = """Examples:
+
+ddtree demo
+
+ddtree generate "Why is the sky blue?"
+
+ddtree generate --help"""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from ddtree import __version__
+
+        print(f"ddtree {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=EPILOG)
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="show the version", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """DDTree: faster decoding of language models through draft trees, without changing what they say."""
+
+
+def main() -> None:
+    """Run the command line of this process and end it."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit code.
+
+    A user's mistake is one line on standard error and 2; Ctrl-C is 130; a reader that goes away is 141.
+    """
+    prepare_streams()
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("ddtree", list(arguments) or ["--help"]) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except typer.Exit as ending:
+        return ending.exit_code
+    except DDTreeError as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return generate.INTERRUPTED
+    except BrokenPipeError:
+        discard_stdout()
+        return BROKEN_PIPE
+    except Exception as error:
+        if not isinstance(error, UsageError):
+            raise
+        return _refuse(error.format_message())  # type: ignore[attr-defined]
+    return 0
+
+
+def _refuse(message: str) -> int:
+    print("Error:", " ".join(message.split()), file=sys.stderr)
+    return USER_ERROR

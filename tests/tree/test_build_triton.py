@@ -1,0 +1,107 @@
+"""The Triton builder against the torch one: through the interpreter on a CPU, for real with mark `gpu`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddtree.errors import ConfigError, MissingExtraError
+from ddtree.tree import (
+    DraftMarginals,
+    build_draft_trees,
+    build_trees,
+    build_trees_with_layout,
+    build_triton,
+    retrieve_links,
+    tree_layout,
+)
+from ddtree.tree.build_triton import build_draft_trees_triton, build_draft_trees_with_layout, triton_refusal
+
+SHAPES = [
+    (3, 4, 6, 3),
+    (15, 5, 15, 6),
+    (2, 1, 4, 2),
+    (1, 3, 1, 1),
+    (1, 1, 1, 2),
+    (7, 16, 16, 6),
+    (3, 40, 63, 2),
+]
+
+
+def check_equals_torch(marginals: DraftMarginals, node_budget: int) -> None:
+    bs, device = marginals.tokens.shape[0], marginals.tokens.device
+    roots, prefix_lens = torch.arange(bs, device=device) * 3, torch.arange(bs, device=device) * 100
+    tree, layout, links = build_draft_trees_with_layout(marginals, roots, prefix_lens, node_budget)
+    expected = build_draft_trees(marginals, roots, node_budget)
+    expected_layout = tree_layout(expected, prefix_lens)
+    for name in ("tokens", "parents", "depths", "log_probs"):
+        assert torch.equal(getattr(tree, name), getattr(expected, name)), name
+        assert getattr(tree, name).dtype == getattr(expected, name).dtype
+    assert torch.equal(layout.positions, expected_layout.positions)
+    assert torch.equal(layout.ancestor_mask, expected_layout.ancestor_mask)
+    for ours, theirs in zip(links, retrieve_links(expected), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(build_draft_trees_triton(marginals, roots, node_budget).tokens, tree.tokens)
+
+
+@pytest.mark.parametrize(("draft_depth", "topk", "node_budget", "bs"), SHAPES)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's own process")
+def test_interpreted_kernel_equals_torch(batch_of, draft_depth, topk, node_budget, bs):
+    check_equals_torch(batch_of(draft_depth + topk, bs, draft_depth, topk), node_budget)
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the interpreter's own process")
+def test_kernel_through_the_interpreter():
+    """Triton reads TRITON_INTERPRET once, when it is imported, hence a process of its own."""
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider",
+         "-k", "interpreted_kernel", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert f"{len(SHAPES)} passed" in run.stdout, run.stdout + run.stderr
+    assert run.returncode == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("draft_depth", "topk", "node_budget"), [(15, 64, 63), (31, 127, 127), (7, 3, 15), (1, 1, 1)]
+)
+def test_compiled_kernel_equals_torch(batch_of, draft_depth, topk, node_budget):
+    marginals = batch_of(1, 12, draft_depth, topk)
+    check_equals_torch(DraftMarginals(marginals.tokens.cuda(), marginals.log_probs.cuda()), node_budget)
+
+
+def test_refusals_name_the_limit(batch_of):
+    assert triton_refusal(31, 127, 127) is None
+    assert triton_refusal(32, 1, 1) == "draft_depth=32 is above 31"
+    assert "above 127" in str(triton_refusal(1, 128, 1))
+    assert "above 127" in str(triton_refusal(1, 1, 128))
+    with pytest.raises(ConfigError, match=r"node_budget=128 .* above 127; use build_draft_trees"):
+        build_draft_trees_triton(batch_of(0, 1, 2, 2), torch.zeros(1, dtype=torch.int64), 128)
+
+
+def test_on_a_cpu_the_torch_builder_is_chosen(batch_of):
+    marginals, roots = batch_of(2, 2, 4, 3), torch.tensor([1, 2])
+    expected = build_draft_trees(marginals, roots, 9)
+    assert torch.equal(build_trees(marginals, roots, 9).parents, expected.parents)
+    tree, layout, links = build_trees_with_layout(marginals, roots, roots, 9)
+    assert torch.equal(tree.log_probs, expected.log_probs)
+    assert torch.equal(layout.positions, expected.depths + roots[:, None])
+    assert torch.equal(links.next_token, retrieve_links(expected).next_token)
+
+
+def test_without_triton_says_so_only_when_called(batch_of, monkeypatch):
+    monkeypatch.setattr(build_triton, "_has_triton", lambda: False)
+    build_triton._kernel.cache_clear()
+    with pytest.raises(MissingExtraError, match="triton is not installed"):
+        build_draft_trees_triton(batch_of(0, 1, 2, 2), torch.zeros(1, dtype=torch.int64), 4)
+
+
+def test_importing_the_tree_does_not_load_triton():
+    code = "import sys, ddtree.tree; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0
