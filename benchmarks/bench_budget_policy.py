@@ -88,7 +88,12 @@ def scenarios() -> list[Scenario]:
     """Every scenario of the suite."""
     mixed = phases(REQUEST_TOKENS, "gsm8k", "mt_bench", "humaneval", "gsm8k", "weak", "mt_bench", "strong")
     return [
-        *(Scenario(name, constant(name), num_tokens=NUM_TOKENS * (3 if name in ("strong", "perfect") else 1)) for name in ACCEPT_LENGTHS),
+        *(
+            Scenario(
+                name, constant(name), num_tokens=NUM_TOKENS * (3 if name in ("strong", "perfect") else 1)
+            )
+            for name in ACCEPT_LENGTHS
+        ),
         Scenario("sinusoid weak to gsm8k", sinusoid("weak", "gsm8k", 2000)),
         Scenario("sinusoid gsm8k to strong", sinusoid("gsm8k", "strong", 2000)),
         Scenario("abrupt gsm8k, useless, gsm8k", phases(NUM_TOKENS // 3, "gsm8k", "useless", "gsm8k")),
@@ -196,9 +201,7 @@ def feedback_of(
     return RoundFeedback(plan, tokens, round_ms, path, chain, censored, surrogate)
 
 
-def policy_time_ms(
-    text: Text, costs: dict[DraftPlan, float], seed: int
-) -> tuple[float, dict[str, int]]:
+def policy_time_ms(text: Text, costs: dict[DraftPlan, float], seed: int) -> tuple[float, dict[str, int]]:
     """Time of the policy over the whole text, and its rounds by plan."""
     scenario = text.scenario
     rng = random.Random(seed + 1)
@@ -210,7 +213,10 @@ def policy_time_ms(
     position, total_ms, rounds, restart = 0, 0.0, dict.fromkeys(costs, 0), scenario.policy_tokens
     while position < scenario.num_tokens:
         if position >= restart:
-            policy, restart = NodeBudgetPolicy(CostTable(believed), DRAFT_DEPTH, seed), restart + scenario.policy_tokens
+            policy, restart = (
+                NodeBudgetPolicy(CostTable(believed), DRAFT_DEPTH, seed),
+                restart + scenario.policy_tokens,
+            )
         plan = policy.choose()
         drafts = text.drafts[position]
         tokens = tokens_of(plan, drafts)
@@ -275,7 +281,9 @@ def main() -> None:
     started = time.perf_counter()
     tables = json.loads(args.tables.read_text())
     results = []
-    print(f"{'scenario':34} {'cost table':24} {'best fixed':>10} {'mean %':>7} {'worst %':>8} {'blocks %':>9}")
+    print(
+        f"{'scenario':34} {'cost table':24} {'best fixed':>10} {'mean %':>7} {'worst %':>8} {'blocks %':>9}"
+    )
     for scenario in scenarios():
         texts = [Text(scenario, seed) for seed in range(args.seeds)]
         plans = {DraftPlan.parse(plan) for table in tables for plan in table["ms"]}

@@ -82,10 +82,17 @@ def write_json(document: Mapping[str, Any]) -> None:
     write(json.dumps(document, ensure_ascii=not is_utf8, indent=2) + "\n")
 
 
-def console_on_stdout() -> Console:
-    """The console for tables and trees, of a width that holds them where there is no terminal."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=PIPE_COLUMNS)
+class StdoutConsole(Console):
+    """Tables and trees on standard output, of a width that holds them where there is no terminal."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False, markup=False)
+        if not self.is_terminal:
+            self.width = PIPE_COLUMNS
+
+    def on_broken_pipe(self) -> None:
+        # Rich would end the process with 1, which says here that texts differ.
+        raise BrokenPipeError
 
 
 def discard_stdout() -> None:

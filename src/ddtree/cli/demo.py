@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ddtree.cli import loading
 from ddtree.cli.comparison import EXAMPLES, Comparison, compare, generate, total_speedup
-from ddtree.cli.console import console_on_stdout, messages, plain_text, write_json
+from ddtree.cli.console import StdoutConsole, messages, plain_text, write_json
 from ddtree.cli.generate import stats_report
 from ddtree.cli.options import BudgetFlag, Output, Panel, expand_settings
 from ddtree.cli.tree_view import LEGEND, Decode, LongestPath, draw_tree
@@ -58,7 +58,7 @@ def demo(
     with messages(output) as stderr:
         stderr.print(plain_text(f"loading {engine.model} ..."), style="dim")
         loaded = loading.load_engine(engine)
-        screen = None if output.as_json else console_on_stdout()
+        screen = None if output.as_json else StdoutConsole()
         comparisons = []
         for comparison in compare(loaded, EXAMPLES, sampling, node_budget):
             comparisons.append(comparison)

@@ -15,7 +15,7 @@ from ddtree.stats import RoundStats
 MAX_NODES = 18
 ACCEPT_STYLE = "bold green"
 LEGEND = (
-    "* accepted draft   + the target's own next token   "
+    "* accepted draft, + the target's own next token\n"
     "%: the drafter's probability of the text from the root to the node"
 )
 

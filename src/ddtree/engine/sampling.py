@@ -87,16 +87,15 @@ class TokenChooser:
 
         Returns: tokens [n] int64.
         """
-        if self.params.changes_logits:
-            logits = self._penalise(logits.float(), path_counts)
         if self.params.is_greedy:
-            return logits.argmax(-1)
-        return draw(self.log_probs(logits), self.seeds.expand(logits.shape[0]), positions)
+            return self._penalise(logits, path_counts).argmax(-1)
+        log_probs = self.node_log_probs(logits, path_counts)
+        return draw(log_probs, self.seeds.expand(logits.shape[0]), positions)
 
-    def log_probs(self, logits: Tensor) -> Tensor:
-        """Log-probabilities [n, vocab] that are sampled from, given penalised logits."""
+    def node_log_probs(self, logits: Tensor, path_counts: Tensor | None = None) -> Tensor:
+        """Log-probabilities [n, vocab] that nodes sample from; arguments as of `choose`."""
         params = self.params
-        logits = logits.float() / params.temperature
+        logits = self._penalise(logits, path_counts).float() / params.temperature
         logits = apply_top_k(logits, params.top_k)
         logits = apply_top_p(logits, params.top_p)
         logits = apply_min_p(logits, params.min_p)
@@ -104,7 +103,9 @@ class TokenChooser:
 
     def _penalise(self, logits: Tensor, path_counts: Tensor | None) -> Tensor:
         params = self.params
-        logits = logits + self.bias
+        if not params.changes_logits:
+            return logits
+        logits = logits.float() + self.bias
         if not params.counts_tokens:
             return logits
         counts = self.output_counts if path_counts is None else self.output_counts + path_counts

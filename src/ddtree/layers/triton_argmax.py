@@ -1,8 +1,5 @@
 """Argmax over a vocabulary in two Triton kernels, for a few rows of logits."""
 
-# Kernel arguments are Triton values, which have no static types.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import torch

@@ -4,9 +4,6 @@ The window's own keys and values are in the cache already. The splits are merged
 projection (`ddtree.layers.triton_kernels.load_rows`), so attention stays one kernel.
 """
 
-# Kernel arguments are Triton values, which have no static types.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import triton

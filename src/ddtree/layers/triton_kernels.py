@@ -13,9 +13,6 @@ one before it has ended. The first kernel of a pass is launched without it, so u
 a kernel may read weights and what was there before the pass, and nothing that the pass writes.
 """
 
-# Kernel arguments are Triton values, which have no static types.
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
-
 from __future__ import annotations
 
 import triton

@@ -1,0 +1,64 @@
+"""What the benchmark programs share: prompts, results files, intervals."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ddtree.provenance import provenance
+
+PROMPTS = Path(__file__).parent / "data" / "prompts"
+SETS = ("gsm8k", "humaneval", "mt_bench")
+
+
+def load_prompts(name: str, count: int) -> list[str]:
+    """First user turns of a prompt set, in file order."""
+    with (PROMPTS / f"{name}.jsonl").open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return [row["turns"][0] for row in rows[:count]]
+
+
+def write_results(output: Path | None, results: dict[str, Any]) -> None:
+    """Print the results as one JSON line; write them with provenance where a path is given."""
+    print(json.dumps(results))
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        report = {"provenance": provenance(), **results}
+        output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def paired_interval(
+    first: Sequence[float], second: Sequence[float], weights: Sequence[tuple[float, float]] | None = None,
+    repeats: int = 10_000, seed: int = 0,
+) -> tuple[float, float]:  # fmt: skip
+    """95 % bootstrap interval of mean(first) - mean(second) over prompts drawn together.
+
+    With `weights` the entries are tokens and the weights rounds, so that the means are pooled
+    accept lengths: tokens of the drawn prompts over their rounds.
+    """
+    rounds = weights or [(1.0, 1.0)] * len(first)
+    generator = random.Random(seed)
+    indices = range(len(first))
+    differences = []
+    for _ in range(repeats):
+        drawn = generator.choices(indices, k=len(first))
+        mean_first = sum(first[i] for i in drawn) / sum(rounds[i][0] for i in drawn)
+        mean_second = sum(second[i] for i in drawn) / sum(rounds[i][1] for i in drawn)
+        differences.append(mean_first - mean_second)
+    differences.sort()
+    return differences[int(0.025 * repeats)], differences[int(0.975 * repeats) - 1]
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Any]:
+    """A progress bar on stderr; call the yielded function once a step."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
