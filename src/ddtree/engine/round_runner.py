@@ -108,6 +108,9 @@ class GraphRunner:
         verify_key, commit_key = ("verify", plan, extent), ("commit", plan, extent)
         verified: Verified = self._captured(verify_key, lambda: verify(self._pair, self._sequence, built))[1]
         # Captured before the verify graph runs: warming up a commit moves KV, which may happen only once.
+        # An earlier plan's path may name columns that a narrower tree does not have.
+        for part in self._path:
+            part.zero_()
         self._captured(commit_key, lambda: commit(self._pair, self._sequence, verified, self._path))
         self._graphs[verify_key][0].replay()
         result = accept(built, verified, chooser, self._pair.block_size - 1)

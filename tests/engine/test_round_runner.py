@@ -1,0 +1,98 @@
+"""The CUDA graph runner's steps on the CPU: static shapes, device-side prefix length, recorded steps."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten
+
+from ddtree.config import Mode, SamplingParams
+from ddtree.engine.request import Request
+from ddtree.engine.round_runner import GraphRunner
+from ddtree.engine.sampling import TokenChooser, choose_along_path, count_paths
+from ddtree.tree import DraftMarginals, build_draft_trees, tree_layout
+from engine_kit import PROMPT, VOCAB_SIZE, plain, scripted_engine, tiny_target
+
+
+class Recorded:
+    """Stands in for a CUDA graph: a replay runs the step again and leaves the results where capture did."""
+
+    def __init__(self, step):
+        self.step, self.output = step, step()
+
+    def replay(self):
+        kept, _ = tree_flatten(flat(self.output))
+        fresh, _ = tree_flatten(flat(self.step()))
+        for old, new in zip(kept, fresh, strict=True):
+            old.copy_(new)
+
+
+def flat(output):
+    """The tensors of nested tuples and dataclasses, in one order."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    if isinstance(output, tuple):
+        return [tensor for part in output for tensor in flat(part)]
+    if hasattr(output, "__dataclass_fields__"):
+        return [tensor for name in output.__dataclass_fields__ for tensor in flat(getattr(output, name))]
+    return []
+
+
+class ReplayingRunner(GraphRunner):
+    """The graph runner with recorded steps; warm-up and capture change the same state as on a GPU."""
+
+    def _capture(self, step):
+        sequence = self._sequence
+        root_token, prefix_len = sequence.root_token.clone(), sequence.prefix_len.clone()
+        step()
+        sequence.root_token.copy_(root_token)
+        sequence.prefix_len.copy_(prefix_len)
+        recorded = Recorded(step)
+        sequence.root_token.copy_(root_token)
+        sequence.prefix_len.copy_(prefix_len)
+        return recorded, recorded.output
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return tiny_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"temperature": 1.0}, {"frequency_penalty": 1.7}, {"temperature": 1.0, "repetition_penalty": 1.3}],
+    ids=str,
+)
+def test_static_steps_say_what_plain_decoding_says(target, fields):
+    sampling = SamplingParams(max_tokens=40, **fields)
+    expected = plain(target, sampling).tokens
+    engine = scripted_engine(target, sampling)
+    engine.drafter.append = lambda context, taps, window: None
+    engine.pair.kv_cache.data.zero_()
+    engine.runner = ReplayingRunner(engine.pair, engine.sequence)
+    for mode, budget in [(Mode.TREE, 16), (Mode.CHAIN, 1), (Mode.TREE, 4), (Mode.AR, 1), (Mode.TREE, 16)]:
+        result = engine.generate(Request(PROMPT, sampling, mode, budget))
+        assert result.tokens == expected, (mode, budget)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"temperature": 1.0, "top_k": 9}, {"frequency_penalty": 1.7, "repetition_penalty": 1.2}],
+    ids=str,
+)
+def test_choosing_along_the_path_is_choosing_everywhere(fields):
+    generator = torch.Generator().manual_seed(5)
+    chooser = TokenChooser(SamplingParams(**fields), PROMPT, VOCAB_SIZE, torch.device("cpu"))
+    chooser.count(torch.tensor([7, 7, 9]))
+    for _ in range(20):
+        marginals = DraftMarginals.from_logits(torch.randn(1, 4, VOCAB_SIZE, generator=generator), 12)
+        tree = build_draft_trees(marginals, torch.tensor([9]), 12)
+        layout = tree_layout(tree, torch.tensor([30]))
+        logits = torch.randn(13, VOCAB_SIZE, generator=generator)
+        # Make the walk go somewhere: each node's best child is likely.
+        for column in range(1, 13):
+            logits[tree.parents[0, column], tree.tokens[0, column]] += 3.0
+        counts = count_paths(tree.tokens[0], layout.ancestor_mask[0], VOCAB_SIZE)
+        everywhere = chooser.choose(logits, layout.positions[0] + 1, counts)
+        along = choose_along_path(chooser, logits, tree, layout)
+        visited = along >= 0
+        assert visited.sum() >= 2
+        assert torch.equal(along[visited], everywhere[visited])
