@@ -181,9 +181,7 @@ main()
 """
 
 
-@pytest.mark.parametrize(
-    "arguments", [["generate", "Hi"], ["generate", "Hi", "--json"], ["demo"], ["--help"]]
-)
+@pytest.mark.parametrize("arguments", [["generate", "Hi"], ["generate", "Hi", "--json"], ["demo"], ["-h"]])
 def test_a_reader_that_goes_away_ends_the_command_quietly(arguments):
     read_end, write_end = os.pipe()
     os.close(read_end)

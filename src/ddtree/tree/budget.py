@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from ddtree.config import MAX_NODE_BUDGET, Mode, check, is_int, is_number, parse_mode
 
-# Cold start. The drafter is presumed useful (1.5 correct drafts by the chain, for a few rounds), since one
-# that is not shows it within those rounds. Shape of the prior: the trees of the 135M pair, 8 to 256 nodes.
+# Cold start. The drafter is presumed useful (1.5 correct drafts by the chain, for two rounds), since one
+# that is not soon shows it. Shape of the prior: the trees of the 135M pair, 8 to 256 nodes.
 PRIOR_CHAIN_DRAFTS = 1.5
-PRIOR_ROUNDS = 3.0
+PRIOR_ROUNDS = 2.0
 PRIOR_TREE_OVER_CHAIN = 1.3  # a tree of 8 nodes against the chain
 PRIOR_GROWTH_EXPONENT = 0.13  # correct drafts grow as budget ** this
 PRIOR_DRAFTS = 5.0  # weight of the prior in a calibration, in draft tokens
@@ -31,6 +31,7 @@ CALIBRATION_DECAY = 0.995
 DRIFT_SIGMAS = 3.0
 MIN_VARIANCE = 0.1
 HYSTERESIS = 0.005  # leave the plan in use only for one this much faster
+LEAVE_SIGMAS = 0.5  # and drafting only when it is this surely not worth it: plain rounds teach nothing
 
 PROBE_SHARE_MAX, PROBE_SHARE_MIN = 0.02, 0.005  # of the time spent, first and after many vain probes
 PROBE_BACKOFF = 0.9
@@ -89,7 +90,13 @@ class CostTable:
     _seen_ct: dict[DraftPlan, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check(len(self.recorded_ms) > 0, "recorded_ms", self.recorded_ms, "one plan or more", "measure some first")
+        check(
+            len(self.recorded_ms) > 0,
+            "recorded_ms",
+            self.recorded_ms,
+            "one plan or more",
+            "measure some first",
+        )
         for plan, ms in self.recorded_ms.items():
             check(is_number(ms) and ms > 0, f"recorded_ms[{plan}]", ms, "a finite time above 0")
         self.plans = tuple(sorted(self.recorded_ms, key=lambda plan: (list(Mode).index(plan.mode), plan)))
@@ -236,7 +243,9 @@ class _AcceptCompleter:
         if not censored:
             return float(matches)
         chance = self.match_ct / self.trial_ct
-        return matches + math.fsum(math.pow(chance, more) for more in range(1, self.draft_depth - matches + 1))
+        return matches + math.fsum(
+            math.pow(chance, more) for more in range(1, self.draft_depth - matches + 1)
+        )
 
 
 class _DriftingMeans:
@@ -263,6 +272,11 @@ class _DriftingMeans:
         if drifted:
             self.slow, self.slow_weight = list(self.fast), self.fast_weight
         return drifted
+
+    @property
+    def standard_error(self) -> float:
+        """Of the estimate, in drafts."""
+        return math.sqrt(self.variance / self.slow_weight)
 
     def idle(self) -> None:
         """A round without evidence: what is known ages."""
@@ -335,7 +349,10 @@ class NodeBudgetPolicy:
     def _settle(self) -> DraftPlan:
         self._rates = self._current_rates()
         best = max(self.costs.plans, key=self._rates.__getitem__)
-        if self._rates[best] > self._rates[self._base] * (1 + HYSTERESIS):
+        margin = HYSTERESIS
+        if best.mode is Mode.AR and self._base.mode is not Mode.AR:
+            margin += LEAVE_SIGMAS * self._means.standard_error / self.accept_length(self._base)
+        if self._rates[best] > self._rates[self._base] * (1 + margin):
             self._base = best
         return self._probe() or self._base
 
