@@ -92,3 +92,10 @@ def test_speed_is_the_ratio_of_all_tokens_to_all_seconds(engine):
     comparisons[1].runs[Mode.TREE].stats.decode_s = 0.0001  # one fast prompt must not stand for all
     assert comparisons[1].speedup(Mode.TREE) > 1000
     assert total_speedup(comparisons, Mode.TREE) == pytest.approx(1.2 / 0.2001)
+
+
+def test_the_token_that_prefill_makes_is_not_counted_as_decoded(engine):
+    engine.texts = {Mode.TREE: "The"}
+    comparisons = list(compare(engine, EXAMPLES, SamplingParams(max_tokens=7), 16))
+    # 6 tokens in 0.6 s plainly, 2 in 0.1 s as a tree.
+    assert total_speedup(comparisons, Mode.TREE) == pytest.approx(2.0)

@@ -72,7 +72,6 @@ def write(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        discard_stdout()
         raise DDTreeError(f"cannot write to standard output: {error.strerror}") from error
 
 
@@ -93,13 +92,6 @@ class StdoutConsole(Console):
     def on_broken_pipe(self) -> None:
         # Rich would end the process with 1, which says here that texts differ.
         raise BrokenPipeError
-
-
-def discard_stdout() -> None:
-    """Send what is left to nowhere, so that the flush at exit fails no more."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def plain_text(text: str) -> Text:

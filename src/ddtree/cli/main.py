@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ddtree.cli import demo, generate
-from ddtree.cli.console import discard_stdout, prepare_streams
+from ddtree.cli.console import prepare_streams, write
 from ddtree.errors import DDTreeError
 
 USER_ERROR = 2
@@ -40,7 +40,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from ddtree import __version__
 
-        print(f"ddtree {__version__}")
+        write(f"ddtree {__version__}\n")
         raise typer.Exit
 
 
@@ -76,7 +76,6 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return generate.INTERRUPTED
     except BrokenPipeError:
-        discard_stdout()
         return BROKEN_PIPE
     except Exception as error:
         if not isinstance(error, UsageError):

@@ -12,6 +12,7 @@ import torch
 from ddtree.draft.dflash_model import Stack
 from ddtree.engine.fused_target import FusedTarget, SafetensorsReader, fused_unsupported_reason
 from ddtree.engine.protocols import TargetModel
+from ddtree.engine.self_check import tree_verify_fault
 from ddtree.engine.stock_target import StockTarget, target_unsupported_reason
 from ddtree.errors import CheckpointError, UnsupportedModelError
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack
@@ -41,7 +42,25 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, max_posi
         reader = SafetensorsReader(folder)
         return FusedTarget(config, reader, dtype, device, max_positions, make_stack)
     logger.info("target %s runs on its stock modules: %s", config.model_type, reason or "no safetensors file")
-    return StockTarget(_load_stock(folder, dtype, device), dtype, device)
+    return checked_stock_target(_load_stock(folder, dtype, device), dtype, device)
+
+
+def checked_stock_target(model: Any, dtype: torch.dtype, device: torch.device) -> StockTarget:
+    """A transformers model as a target, once it has shown that it honours a tree.
+
+    Raises:
+        UnsupportedModelError: it does not, or cannot run with our cache at all.
+    """
+    target = StockTarget(model, dtype, device)
+    try:
+        fault = tree_verify_fault(target, dtype, device)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        fault = f"it cannot run with a static cache and an explicit mask ({_first_line(error)})"
+    if fault is not None:
+        raise UnsupportedModelError(
+            f"target {model.config.model_type} cannot be used with draft trees: {fault}"
+        )
+    return target
 
 
 def make_stack(spec: DecoderSpec, layers: Sequence[DecoderLayer], rotary: RotaryTable) -> Stack:
@@ -73,7 +92,7 @@ def _load_stock(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except Exception as error:  # as above
         raise CheckpointError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
     return model.to(device).eval().requires_grad_(False)

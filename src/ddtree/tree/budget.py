@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ddtree.config import MAX_NODE_BUDGET, Mode, check, is_int, is_number, parse_mode
+from ddtree.config import Mode, check, is_int
+from ddtree.tree.budget_cost import PLAIN, CostTable, DraftPlan
+
+__all__ = ["PLAIN", "CostTable", "DraftPlan", "NodeBudgetPolicy", "RoundFeedback", "chain_counterfactual"]
 
 # Cold start. The drafter is presumed useful (1.5 correct drafts by the chain, for two rounds), since one
 # that is not soon shows it. Shape of the prior: the trees of the 135M pair, 8 to 256 nodes.
@@ -37,99 +40,7 @@ PROBE_SHARE_MAX, PROBE_SHARE_MIN = 0.02, 0.005  # of the time spent, first and a
 PROBE_BACKOFF = 0.9
 PROBE_CHANCE = 0.5  # so that probes do not fall into step with the text
 SIGHT_DECAY = 0.99
-ACCEPT_DOUBT, COST_DOUBT = 1.0, 0.3  # share by which an arm's rate may be off while it was never seen or run
-
-COST_GAIN = 0.1  # weight of a new round time; more for an arm's first few
-COST_CLIP = 0.25  # largest surprise believed at once, natural log
-COST_WARM_ROUNDS = 8
-COST_COMMON_SHARE = 0.8  # of a later change that is taken to hold for all arms (a longer context)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class DraftPlan:
-    """How one round drafts: `ar` with budget 0, `chain` with L drafts, `tree` with a node budget."""
-
-    mode: Mode
-    node_budget: int
-
-    def __post_init__(self) -> None:
-        if self.mode is Mode.AR:
-            check(self.node_budget == 0, "node_budget", self.node_budget, "0 in plain decoding")
-        else:
-            check(
-                is_int(self.node_budget) and 1 <= self.node_budget <= MAX_NODE_BUDGET,
-                "node_budget", self.node_budget, f"1 to {MAX_NODE_BUDGET} for a chain or tree",
-            )  # fmt: skip
-
-    @classmethod
-    def parse(cls, text: str) -> DraftPlan:
-        """The plan written as `mode:budget`, such as `ar:0`, `chain:15` or `tree:64`."""
-        mode, _, budget = text.partition(":")
-        check(budget.isdecimal(), "plan", text, "mode:budget, such as ar:0, chain:15 or tree:64")
-        return cls(parse_mode(mode), int(budget))
-
-    def __str__(self) -> str:
-        return f"{self.mode}:{self.node_budget}"
-
-
-PLAIN = DraftPlan(Mode.AR, 0)
-
-
-@dataclass(slots=True)
-class CostTable:
-    """Milliseconds a round (draft, build, verify, commit) of each plan, corrected by live round times.
-
-    `recorded_ms` is what was measured before. A live time moves a plan's correction by a part of the
-    clipped surprise, so an outlier moves it by a few percent at most. A plan's first rounds speak for
-    itself and for plans never seen; later changes are mostly the context's, and move all.
-    """
-
-    recorded_ms: Mapping[DraftPlan, float]
-    plans: tuple[DraftPlan, ...] = field(init=False)
-    _correction: dict[DraftPlan, float] = field(init=False, repr=False)
-    _seen_ct: dict[DraftPlan, int] = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        check(
-            len(self.recorded_ms) > 0,
-            "recorded_ms",
-            self.recorded_ms,
-            "one plan or more",
-            "measure some first",
-        )
-        for plan, ms in self.recorded_ms.items():
-            check(is_number(ms) and ms > 0, f"recorded_ms[{plan}]", ms, "a finite time above 0")
-        self.plans = tuple(sorted(self.recorded_ms, key=lambda plan: (list(Mode).index(plan.mode), plan)))
-        self._correction = dict.fromkeys(self.recorded_ms, 0.0)
-        self._seen_ct = dict.fromkeys(self.recorded_ms, 0)
-
-    @classmethod
-    def from_record(cls, ms: Mapping[str, float]) -> CostTable:
-        """The table of a `{"ar:0": ms, "chain:15": ms, "tree:16": ms}` record."""
-        return cls({DraftPlan.parse(plan): value for plan, value in ms.items()})
-
-    def to_record(self) -> dict[str, float]:
-        """The table as it stands now, live corrections included, in `from_record`'s form."""
-        return {str(plan): self.cost_ms(plan) for plan in self.recorded_ms}
-
-    def cost_ms(self, plan: DraftPlan) -> float:
-        """Milliseconds that a round of this plan is expected to take now."""
-        if plan not in self.recorded_ms:
-            check(False, "plan", str(plan), f"one of {', '.join(map(str, self.plans))}")
-        return self.recorded_ms[plan] * math.exp(self._correction[plan])
-
-    def observe(self, plan: DraftPlan, round_ms: float) -> None:
-        """Take a measured round time into account."""
-        check(is_number(round_ms) and round_ms > 0, "round_ms", round_ms, "a finite time above 0")
-        surprise = math.log(round_ms / self.cost_ms(plan))
-        seen = self._seen_ct[plan]
-        step = max(COST_GAIN, 1 / (seen + 2)) * max(-COST_CLIP, min(COST_CLIP, surprise))
-        self._seen_ct[plan] = seen + 1
-        for other, other_seen in self._seen_ct.items():
-            if other == plan or (seen < COST_WARM_ROUNDS and other_seen == 0):
-                self._correction[other] += step
-            elif seen >= COST_WARM_ROUNDS:
-                self._correction[other] += COST_COMMON_SHARE * step
+ACCEPT_DOUBT, COST_DOUBT = 1.0, 0.5  # share by which an arm's rate may be off while it was never seen or run
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,13 +236,13 @@ class NodeBudgetPolicy:
         self.costs.observe(feedback.plan, feedback.round_ms)
         if feedback.plan.mode is Mode.AR:
             self._means.idle()
-            self._earn(feedback.plan)
+            drafts = self._means.slow
         else:
             drafts = self._completer.complete(feedback)
             if self._means.add(drafts):
                 self._probe_share = PROBE_SHARE_MAX
-            self._earn(feedback.plan)
-            self._pay(feedback.plan, drafts)
+        self._earn(feedback.plan)
+        self._pay(feedback.plan, drafts)
         self._note_sightings(feedback.plan)
         self._next = self._settle()
 
@@ -368,7 +279,8 @@ class NodeBudgetPolicy:
             self._shows(self._base, plan) and self._hopeful_rate(plan) < self._rates[self._base]
         ):
             return None
-        affordable = self._credit_ms >= self._loss_ms(plan, extra_tokens=0.0)
+        fewer_tokens = min(0.0, self.accept_length(plan) - self.accept_length(self._base))
+        affordable = self._credit_ms >= max(0.0, self._loss_ms(plan, fewer_tokens))
         return plan if affordable and self._random.random() < PROBE_CHANCE else None
 
     def _hopeful_rate(self, plan: DraftPlan) -> float:
@@ -394,7 +306,7 @@ class NodeBudgetPolicy:
         tokens, base_tokens = (
             0.0 if plan.mode is Mode.AR else drafts[self._level(plan)] for plan in (plan, self._base)
         )
-        loss_ms = self._loss_ms(plan, extra_tokens=tokens - base_tokens)
+        loss_ms = self._loss_ms(plan, tokens - base_tokens)
         self._credit_ms -= loss_ms
         if loss_ms > 0:
             self._probe_share = max(self._probe_share * PROBE_BACKOFF, PROBE_SHARE_MIN)
