@@ -27,7 +27,7 @@ import triton
 from torch import Tensor
 
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, rms_norm
-from ddtree.layers.linear import Linear
+from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.triton_argmax import argmax_rows
 from ddtree.layers.triton_decoder import TritonDecoderStack
@@ -98,7 +98,7 @@ def build(
             k_norm=norm(HEAD_DIM) if head_norm else None,
             out=weight(HIDDEN, NUM_HEADS * HEAD_DIM),
             post_norm=norm(HIDDEN),
-            gate_up=weight(2 * INTERMEDIATE, HIDDEN),
+            gate_up=GateUp(weight(2 * INTERMEDIATE, HIDDEN).weight),
             down=weight(HIDDEN, INTERMEDIATE),
         )
         for _ in range(num_layers)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec
-from ddtree.layers.linear import Linear
+from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.window import Window
 
@@ -16,6 +16,13 @@ def unpacked(weight: Tensor, bias: Tensor | None = None) -> Linear:
     linear = Linear(weight, bias)
     linear.weight, linear.is_packed = weight, False
     return linear
+
+
+def unpacked_gate_up(weight: Tensor) -> GateUp:
+    """The same of a GateUp."""
+    gate_up = GateUp(weight)
+    gate_up.weight, gate_up.is_packed = weight, False
+    return gate_up
 
 
 def random_layers(
@@ -56,7 +63,7 @@ def random_layers(
             k_norm=norm(head_dim) if head_norm else None,
             out=linear(hidden, num_heads * head_dim),
             post_norm=norm(hidden),
-            gate_up=linear(2 * intermediate, hidden),
+            gate_up=unpacked_gate_up(placed(normal(2 * intermediate, hidden) * hidden**-0.5)),
             down=linear(hidden, intermediate),
         )
         for _ in range(num_layers)

@@ -12,7 +12,7 @@ import ddtree
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "ddtree"
 
-LEAVES = {"config", "dequantise", "errors", "model_cache", "models", "provenance", "stats"}
+LEAVES = {"config", "dequantise", "errors", "model_cache", "models", "provenance", "resume_download", "stats"}
 PUBLIC = "names in ddtree.__all__"
 ROOMS = {
     "tree": set(),

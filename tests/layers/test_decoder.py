@@ -12,7 +12,7 @@ from transformers import (
 )
 
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, rms_norm
-from ddtree.layers.linear import Linear
+from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.window import Window
 from layer_kit import make_window, random_layers, random_tree
@@ -60,7 +60,7 @@ def stack_of(model):
                 k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
                 out=Linear(attention.o_proj.weight),
                 post_norm=source.post_attention_layernorm.weight,
-                gate_up=Linear(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))),
+                gate_up=GateUp(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight))),
                 down=Linear(mlp.down_proj.weight),
             )
         )

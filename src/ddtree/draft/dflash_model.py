@@ -18,7 +18,7 @@ from torch import Tensor
 from ddtree.draft.context import DraftContext
 from ddtree.draft.dflash_config import DFlashConfig, RopeConfig
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, rms_norm
-from ddtree.layers.linear import Linear
+from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.window import Window
 
@@ -189,7 +189,7 @@ def build_layer(weights: Mapping[str, Tensor], i: int) -> DecoderLayer:
         k_norm=weights[f"{attention}.k_norm.weight"],
         out=fused(weights, [f"{attention}.o_proj"]),
         post_norm=weights[f"layers.{i}.post_attention_layernorm.weight"],
-        gate_up=fused(weights, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+        gate_up=GateUp(torch.cat([weights[f"{mlp}.{kind}_proj.weight"] for kind in ("gate", "up")])),
         down=fused(weights, [f"{mlp}.down_proj"]),
     )
 

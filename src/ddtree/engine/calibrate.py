@@ -101,16 +101,19 @@ def choose_threads(pair: ModelPair) -> int:
     return best
 
 
-def measure_costs(pair: ModelPair, sequence: Sequence, runner: RoundRunner) -> CostTable:
-    """Milliseconds of a whole round of each plan that the policy may choose, after 200 tokens of context."""
+def measure_costs(
+    pair: ModelPair, sequence: Sequence, runner: RoundRunner, max_context_tokens: int
+) -> CostTable:
+    """Milliseconds of a whole round of each plan that the policy may choose, after 200 tokens if they fit."""
     device = sequence.root_token.device
     chooser = TokenChooser(SamplingParams(), (0,), pair.target.info.vocab_size, device)
-    pair.kv_cache.data[:, :, :, :PROBE_PREFIX_TOKENS].zero_()
+    prefix_len = min(PROBE_PREFIX_TOKENS, max_context_tokens - 1)
+    pair.kv_cache.data[:, :, :, :prefix_len].zero_()
     costs: dict[DraftPlan, float] = {}
     for plan in plans_for(pair, device):
 
         def step(plan: DraftPlan = plan) -> None:
-            sequence.begin(0, PROBE_PREFIX_TOKENS)
+            sequence.begin(0, prefix_len)
             runner.run(plan, chooser, ())
 
         costs[plan] = median_s(step, repeats=3 if device.type == "cpu" else 9) * 1e3

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ddtree.config import MAX_NODE_BUDGET, EngineConfig, Mode
+from ddtree.draft.dflash_config import DFlashConfig, read_json
 from ddtree.draft.load import load_drafter
 from ddtree.engine.calibrate import choose_dtype, choose_threads, measure_costs
 from ddtree.engine.planner import Planner, fixed_plan
@@ -19,8 +20,8 @@ from ddtree.engine.round_runner import EagerRunner, GraphRunner, RoundRunner
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.sequence import ModelPair, Sequence
 from ddtree.engine.stream import TokenStream
-from ddtree.engine.target import load_target, make_stack
-from ddtree.errors import ConfigError, ContextLengthError, DDTreeError
+from ddtree.engine.target import first_line, load_config, load_target, make_stack
+from ddtree.errors import CheckpointError, ConfigError, ContextLengthError, DDTreeError
 from ddtree.layers.window import Window
 from ddtree.models import resolve_drafter, resolve_target
 from ddtree.tree.budget import NodeBudgetPolicy
@@ -70,14 +71,14 @@ class Engine:
             ModelError: a model cannot be found, read or used; a drafter does not fit.
             ConfigError: a device or dtype that this machine does not have.
         """
-        from transformers import AutoTokenizer
-
         config = config or EngineConfig()
         device = choose_device(config.device)
         folder = Path(resolve_target(config.model))
         drafter_folder = resolve_drafter(config.drafter, config.model)
         dtype = choose_dtype(config.dtype, device)
-        max_positions = config.max_context_tokens + MAX_NODE_BUDGET + 1
+        block_size = DFlashConfig.from_path(Path(drafter_folder)).block_size if drafter_folder else 1
+        context = min(config.max_context_tokens, load_config(folder).max_position_embeddings)
+        max_positions = context + block_size  # a tree at the end of the context reaches a block past it
         if device.type == "cpu":
             torch.set_num_threads(config.threads or torch.get_num_threads())
         with torch.inference_mode():
@@ -88,7 +89,7 @@ class Engine:
                     Path(drafter_folder), target.info, target.embed, target.head, dtype, device,
                     max_positions, make_stack,
                 )  # fmt: skip
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = load_tokenizer(folder)
             engine = cls(target, drafter, tokenizer, config, eos_tokens_of(folder, tokenizer), device)
             if device.type == "cpu" and config.threads == 0:
                 choose_threads(engine.pair)
@@ -150,7 +151,7 @@ class Engine:
             self.acquire()
             try:
                 with torch.inference_mode():
-                    costs = measure_costs(self.pair, self.sequence, self.runner)
+                    costs = measure_costs(self.pair, self.sequence, self.runner, self.max_context_tokens)
             finally:
                 self.lock.release()
             self._policy = NodeBudgetPolicy(costs, self.pair.block_size - 1)
@@ -210,13 +211,26 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a checkpoint folder.
+
+    Raises:
+        CheckpointError: it is missing or broken.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # tokenizers raises bare Exception; transformers ValueError, OSError, KeyError
+        raise CheckpointError(f"the tokenizer in {folder} cannot be used: {first_line(error)}") from error
+
+
 def eos_tokens_of(folder: Path, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a text, from the generation config and the tokenizer."""
-    from transformers import GenerationConfig
-
     eos: Any = tokenizer.eos_token_id
-    if (folder / "generation_config.json").is_file():
-        configured = GenerationConfig.from_pretrained(folder).eos_token_id
+    file = folder / "generation_config.json"
+    if file.is_file():
+        configured = read_json(file).get("eos_token_id")
         eos = configured if configured is not None else eos
     if eos is None:
         return frozenset()

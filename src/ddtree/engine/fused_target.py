@@ -17,7 +17,7 @@ from ddtree.engine.kv_cache import KVCache
 from ddtree.engine.protocols import TargetOutput
 from ddtree.errors import CheckpointError
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, rms_norm
-from ddtree.layers.linear import Linear
+from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.window import Window
 
@@ -205,8 +205,13 @@ class _Loader:
                 k_norm=self._optional(f"{attention}.k_norm.weight", head_dim),
                 out=self._stacked((f"{attention}.o_proj", hidden), in_features=q_width),
                 post_norm=self(f"{layer}.post_attention_layernorm.weight", hidden),
-                gate_up=self._stacked(
-                    (f"{layer}.mlp.gate_proj", intermediate), (f"{layer}.mlp.up_proj", intermediate)
+                gate_up=GateUp(
+                    torch.cat(
+                        [
+                            self(f"{layer}.mlp.{kind}_proj.weight", intermediate, hidden)
+                            for kind in ("gate", "up")
+                        ]
+                    )
                 ),
                 down=self._stacked((f"{layer}.mlp.down_proj", hidden), in_features=intermediate),
             )

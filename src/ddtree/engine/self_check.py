@@ -1,4 +1,4 @@
-"""A target must prove that it honours a tree: each node's logits equal those of its own path decoded plainly."""
+"""A target must show that it honours a tree: node logits are those of the node's own path decoded plainly."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def tree_verify_fault(target: TargetModel, dtype: torch.dtype, device: torch.dev
         expected = target.forward(tokens, window, plain, (), last_only=True).logits[0].float()
         gap = float((got[node] - expected).abs().max() / expected.std())
         if not gap <= LARGEST_GAP[dtype]:
-            return f"logits of a tree node differ from plain decoding of its path by {gap:.2g} standard deviations"
+            return f"logits of a tree node differ from plain decoding by {gap:.2g} standard deviations"
     return None

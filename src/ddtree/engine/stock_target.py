@@ -129,7 +129,8 @@ class StockTarget:
         output = self.model(
             input_ids=tokens[None],
             attention_mask=self._attention_mask(window),
-            position_ids=window.positions[None],
+            # A tree at the end of the context reaches past it; those nodes are cut from the text.
+            position_ids=window.positions.clamp(max=self.info.max_positions - 1)[None],
             past_key_values=_WindowCache(kv_cache, window),
             use_cache=True,
             logits_to_keep=1 if last_only else 0,

@@ -55,7 +55,7 @@ def checked_stock_target(model: Any, dtype: torch.dtype, device: torch.device) -
     try:
         fault = tree_verify_fault(target, dtype, device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        fault = f"it cannot run with a static cache and an explicit mask ({_first_line(error)})"
+        fault = f"it cannot run with a static cache and an explicit mask ({first_line(error)})"
     if fault is not None:
         raise UnsupportedModelError(
             f"target {model.config.model_type} cannot be used with draft trees: {fault}"
@@ -84,7 +84,7 @@ def load_config(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises KeyError, ValueError, OSError and its own here
-        raise CheckpointError(f"{folder}/config.json cannot be used: {_first_line(error)}") from error
+        raise CheckpointError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
     return config.get_text_config()
 
 
@@ -94,9 +94,10 @@ def _load_stock(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except Exception as error:  # as above
-        raise CheckpointError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+        raise CheckpointError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
     return model.to(device).eval().requires_grad_(False)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text, or its name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddtree.layers.linear import Linear
+from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.window import Window
 
@@ -49,19 +49,13 @@ class DecoderLayer:
     k_norm: Tensor | None
     out: Linear
     post_norm: Tensor
-    gate_up: Linear
+    gate_up: GateUp
     down: Linear
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension."""
     return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up for gate_up [n, 2 * intermediate]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate).mul_(up)
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -116,9 +110,10 @@ class DecoderStack:
         taps: list[Tensor] = []
         for i, layer in enumerate(self.layers):
             mask = masks[self.spec.sliding_windows[i]]
-            hidden = hidden + self._attend(layer, hidden, window, kv_data[i], mask, (cos, signed_sin))
-            gate_up = layer.gate_up(rms_norm(hidden, layer.post_norm, self.spec.rms_norm_eps))
-            hidden = hidden + layer.down(swiglu(gate_up))
+            attended = self._attend(layer, hidden, window, kv_data[i], mask, (cos, signed_sin))
+            hidden = layer.out.add(attended, hidden)
+            normed = rms_norm(hidden, layer.post_norm, self.spec.rms_norm_eps)
+            hidden = layer.down.add(layer.gate_up.swiglu(normed), hidden)
             if i in tap_layer_ids:
                 taps.append(hidden)
         return hidden, torch.cat(taps, -1) if taps else None
@@ -150,5 +145,4 @@ class DecoderStack:
         window.write(kv[0], query_key[:, spec.num_heads :].transpose(0, 1))
         window.write(kv[1], heads[:, num_qk:].transpose(0, 1))
         key, value = kv[:, :, : window.kv_extent]  # [num_kv_heads, kv_extent, head_dim]
-        out = grouped_attention(query_key[:, : spec.num_heads], key, value, mask)
-        return layer.out(out)
+        return grouped_attention(query_key[:, : spec.num_heads], key, value, mask)
