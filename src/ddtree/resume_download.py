@@ -1,7 +1,7 @@
 """Fetches a file of the Python package index such that an interrupted run goes on where it stopped.
 
-pip fetches a file from zero each time, so it is only asked where the file is, with the index and the mirrors of
-its settings. The report of a dry run says so too, but with many releases of pip downloads the file first.
+pip fetches a file from zero each time, so it is only asked where the file is, with the index and the mirrors
+of its settings. The report of a dry run says so too, but many releases of pip download the file for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find_url(project: str, file_name: str, scratch: Path) -> str:
         log = Path(folder) / "log"
         run_pip("--retries", "0", "--no-cache-dir", "--log", str(log), "index", "versions", project)
         text = log.read_text(encoding="utf-8", errors="replace")
-    pattern = rf"Found link (\w+)(://[^\s#?]*/{re.escape(file_name)}(?:\?[^\s#]*)?)(?=[\s#])"
+    pattern = rf"Found link (\w+)(://[^\s#?]*/{re.escape(file_name)}(?:\?[^\s#,]*)?)(?=[\s#,])"
     links: list[tuple[str, str]] = re.findall(pattern, text)
     schemes = {scheme for scheme, _ in links}
     if not links:

@@ -78,7 +78,7 @@ def test_interpreted_stack_equals_reference(n, prefix_len, kind, options):
 @interpreted
 def test_interpreted_splits_are_merged_for_many_rows():
     """Key splits that are empty, and merged by tiles of several heads, change nothing."""
-    tiles = replace(tiles_for(17, 512), num_splits=4, out=Tile(16, 16, 32, 4, 1))
+    tiles = replace(tiles_for(17, 512), num_splits=4, attention=Tile(16, 32, 0, 2, 4, 1))
     stack = TritonDecoderStack(*random_layers(num_layers=1), tiles=lambda n, kv_extent: tiles)
     for prefix_len in (3, 200):
         check_equals_reference(

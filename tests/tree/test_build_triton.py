@@ -1,9 +1,11 @@
-"""The Triton builder against the torch one: through the interpreter on a CPU, for real with mark `gpu`."""
+"""The Triton builder against the torch one: through the interpreter on a CPU, for real with mark `gpu`.
+
+`test_triton_interpreter.py` runs the interpreted tests.
+"""
 
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +16,9 @@ from ddtree.tree import (
     build_draft_trees,
     build_trees,
     build_trees_with_layout,
-    build_triton,
     retrieve_links,
     tree_layout,
+    triton_choice,
 )
 from ddtree.tree.build_triton import build_draft_trees_triton, build_draft_trees_with_layout, triton_refusal
 
@@ -27,7 +29,9 @@ SHAPES = [
     (1, 3, 1, 1),
     (1, 1, 1, 2),
     (7, 16, 16, 6),
-    (3, 40, 63, 2),
+    (3, 40, 63, 6),
+    (5, 12, 140, 2),
+    (31, 2, 40, 6),
 ]
 
 
@@ -53,23 +57,10 @@ def test_interpreted_kernel_equals_torch(batch_of, draft_depth, topk, node_budge
     check_equals_torch(batch_of(draft_depth + topk, bs, draft_depth, topk), node_budget)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the interpreter's own process")
-def test_kernel_through_the_interpreter():
-    """Triton reads TRITON_INTERPRET once, when it is imported, hence a process of its own."""
-    pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider",
-         "-k", "interpreted_kernel", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert f"{len(SHAPES)} passed" in run.stdout, run.stdout + run.stderr
-    assert run.returncode == 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("draft_depth", "topk", "node_budget"), [(15, 64, 63), (31, 127, 127), (7, 3, 15), (1, 1, 1)]
+    ("draft_depth", "topk", "node_budget"),
+    [(15, 64, 63), (31, 127, 127), (15, 256, 256), (31, 3, 255), (7, 3, 15), (1, 1, 1)],
 )
 def test_compiled_kernel_equals_torch(batch_of, draft_depth, topk, node_budget):
     marginals = batch_of(1, 12, draft_depth, topk)
@@ -77,12 +68,12 @@ def test_compiled_kernel_equals_torch(batch_of, draft_depth, topk, node_budget):
 
 
 def test_refusals_name_the_limit(batch_of):
-    assert triton_refusal(31, 127, 127) is None
+    assert triton_refusal(31, 256, 256) is None
     assert triton_refusal(32, 1, 1) == "draft_depth=32 is above 31"
-    assert "above 127" in str(triton_refusal(1, 128, 1))
-    assert "above 127" in str(triton_refusal(1, 1, 128))
-    with pytest.raises(ConfigError, match=r"node_budget=128 .* above 127; use build_draft_trees"):
-        build_draft_trees_triton(batch_of(0, 1, 2, 2), torch.zeros(1, dtype=torch.int64), 128)
+    assert "above 256" in str(triton_refusal(1, 257, 1))
+    assert "above 256" in str(triton_refusal(1, 1, 257))
+    with pytest.raises(ConfigError, match=r"node_budget=257 .* above 256; use build_draft_trees"):
+        build_draft_trees_triton(batch_of(0, 1, 2, 2), torch.zeros(1, dtype=torch.int64), 257)
 
 
 def test_on_a_cpu_the_torch_builder_is_chosen(batch_of):
@@ -96,8 +87,7 @@ def test_on_a_cpu_the_torch_builder_is_chosen(batch_of):
 
 
 def test_without_triton_says_so_only_when_called(batch_of, monkeypatch):
-    monkeypatch.setattr(build_triton, "_has_triton", lambda: False)
-    build_triton._kernel.cache_clear()
+    monkeypatch.setattr(triton_choice, "has_triton", lambda: False)
     with pytest.raises(MissingExtraError, match="triton is not installed"):
         build_draft_trees_triton(batch_of(0, 1, 2, 2), torch.zeros(1, dtype=torch.int64), 4)
 

@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from ddtree.tree import (
     verify_sampled,
 )
 from ddtree.tree.build_reference import reference_walk
+from ddtree.tree.verify import follow_torch, follow_triton
 
 
 def check_walk(tree: DraftTree, target_tokens: torch.Tensor, result: VerifyResult, draft_depth: int) -> None:
@@ -57,6 +60,35 @@ def test_follow_equals_the_reference_walk(batch_of, seed, bs, draft_depth, topk,
     random_targets = torch.randint(0, topk + 2, tree.tokens.shape, generator=generator)
     targets = agreeing_targets(tree, seed) if agrees else random_targets
     check_walk(tree, targets, follow(tree, ancestor_mask(tree), targets, draft_depth), draft_depth)
+
+
+def check_triton_walks(batch_of, shapes: list[tuple[int, int, int, int]], device: str) -> None:
+    """The walk kernel against the torch walk, over trees of any kind and their prefixes."""
+    for seed, (bs, draft_depth, topk, node_budget) in enumerate(shapes):
+        full = build_draft_trees(batch_of(seed, bs, draft_depth, topk), torch.arange(bs), node_budget)
+        for tree in (full, full.prefix((node_budget + 1) // 2)):
+            targets = agreeing_targets(tree, seed)
+            targets[-1] = -1
+            expected = follow_torch(tree, ancestor_mask(tree), targets, draft_depth)
+            parts = (tree.tokens, tree.parents, tree.depths, tree.log_probs)
+            moved = DraftTree(*(part.to(device) for part in parts))
+            result = follow_triton(moved, targets.to(device), draft_depth)
+            for ours, theirs in zip(result, expected, strict=True):
+                assert ours.dtype == theirs.dtype
+                assert torch.equal(ours.cpu(), theirs)
+
+
+WALKS = [(4, 5, 4, 20), (2, 10, 3, 60), (3, 1, 1, 1), (2, 3, 40, 130)]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's own process")
+def test_interpreted_walk_equals_torch(batch_of):
+    check_triton_walks(batch_of, WALKS, "cpu")
+
+
+@pytest.mark.gpu
+def test_compiled_walk_equals_torch(batch_of):
+    check_triton_walks(batch_of, [*WALKS, (8, 15, 64, 63), (8, 31, 20, 511)], "cuda")
 
 
 @settings(max_examples=40, deadline=None)

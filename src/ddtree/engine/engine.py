@@ -56,10 +56,15 @@ class Engine:
         self.max_context_tokens = min(config.max_context_tokens, target.info.max_positions)
         capacity = self.max_context_tokens + MAX_NODE_BUDGET + 1
         context = drafter.new_context(self.max_context_tokens + drafter.block_size) if drafter else None
-        self.pair = ModelPair(target, target.new_kv_cache(capacity), drafter, context, config.candidate_topk)
+        kv_cache = target.new_kv_cache(capacity)
+        self.pair = ModelPair(target, kv_cache, drafter, context, config.candidate_topk)
+        # A plain request pays nothing for a drafter: no taps, no context.
+        self.plain_pair = ModelPair(target, kv_cache, None, None)
         self.sequence = Sequence(device)
         use_graphs = device.type == "cuda" and config.cuda_graphs and target.supports_graphs
-        self.runner: RoundRunner = (GraphRunner if use_graphs else EagerRunner)(self.pair, self.sequence)
+        make_runner = GraphRunner if use_graphs else EagerRunner
+        self.runner: RoundRunner = make_runner(self.pair, self.sequence)
+        self.plain_runner: RoundRunner = make_runner(self.plain_pair, self.sequence)
         self.lock = threading.Lock()
         self._policy: NodeBudgetPolicy | None = None
 
@@ -157,13 +162,13 @@ class Engine:
             self._policy = NodeBudgetPolicy(costs, self.pair.block_size - 1)
         return self._policy
 
-    def prefill(self, prompt_tokens: tuple[int, ...], chooser: TokenChooser) -> int:
-        """Fill cache and drafter context from a prompt; returns the first new token.
+    def prefill(self, pair: ModelPair, prompt_tokens: tuple[int, ...], chooser: TokenChooser) -> int:
+        """Fill the pair's cache and drafter context from a prompt; returns the first new token.
 
         The new token becomes the root: committed, its KV not yet in the cache.
         """
         tokens = torch.tensor(prompt_tokens, device=self.device)
-        pair, logits = self.pair, None
+        logits = None
         for start in range(0, len(prompt_tokens), PREFILL_CHUNK_TOKENS):
             chunk = tokens[start : start + PREFILL_CHUNK_TOKENS]
             positions = torch.arange(start, start + chunk.shape[0], device=self.device)

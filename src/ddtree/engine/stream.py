@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ddtree.config import Mode
 from ddtree.engine.planner import Planner
 from ddtree.engine.readout import Readout
 from ddtree.engine.request import Chunk, FinishReason, Generation
@@ -31,6 +32,9 @@ class TokenStream:
     def __init__(self, engine: Engine, request: Request, planner: Planner, chooser: TokenChooser) -> None:
         self._engine, self._request = engine, request
         self._planner, self._chooser = planner, chooser
+        is_plain = request.mode is Mode.AR
+        self._pair = engine.plain_pair if is_plain else engine.pair
+        self._runner = engine.plain_runner if is_plain else engine.runner
         self._text = TextStream(engine.tokenizer, request.sampling.stop)
         self._stats = GenerationStats(prompt_tokens=len(request.prompt_tokens))
         self._tokens: list[int] = []
@@ -60,7 +64,7 @@ class TokenStream:
     def _run(self) -> Iterator[Chunk]:
         begin = time.perf_counter()
         with torch.inference_mode():
-            first = self._engine.prefill(self._request.prompt_tokens, self._chooser)
+            first = self._engine.prefill(self._pair, self._request.prompt_tokens, self._chooser)
         self._stats.prefill_s = time.perf_counter() - begin
         yield self._take((first,))
         while self._finish is None:
@@ -73,7 +77,7 @@ class TokenStream:
         plan = self._planner.next_plan()
         prefix_len = len(self._request.prompt_tokens) + len(self._tokens) - 1
         begin = time.perf_counter()
-        readout = self._engine.runner.run(plan, self._chooser, self._planner.budgets)
+        readout = self._runner.run(plan, self._chooser, self._planner.budgets)
         round_s = time.perf_counter() - begin
         self._stats.decode_s += round_s
         self._stats.verify_ct += 1
@@ -105,7 +109,7 @@ class TokenStream:
         observer.on_round(stats)
 
     def _tree(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
-        tree = self._engine.runner.last_round.built.tree
+        tree = self._runner.last_round.built.tree
         columns = slice(0, int(tree.num_nodes) + 1)
         return (
             tuple(tree.tokens[0, columns].tolist()),

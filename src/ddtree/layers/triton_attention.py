@@ -57,7 +57,7 @@ def merge_parts(
     BLOCK_M: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """Parts of a softmax over disjoint keys as one, [BLOCK_M, HEAD_DIM] float32; part i weighs exp2(lse_i)."""
+    """Parts of a softmax over disjoint keys as one, float32; part i [BLOCK_M, HEAD_DIM] weighs exp2(lse_i)."""
     splits = tl.arange(0, triton.next_power_of_2(NUM_SPLITS))[:, None]
     pointers = lse_ptr + splits * part_stride + lse_offsets[None, :]
     lse = tl.load(pointers, mask=splits < num_parts, other=float("-inf"), cache_modifier=".cg")
@@ -65,10 +65,11 @@ def merge_parts(
     total = tl.sum(tl.exp2(lse - top[None, :]), 0)
     merged = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     for i in tl.static_range(NUM_SPLITS):  # unrolled: all parts are on their way at once
+        is_part = tl.full([BLOCK_M], i, tl.int32) < num_parts
         pointers = parts_ptr + i * part_stride * HEAD_DIM + offsets
-        part = tl.load(pointers, mask=i < num_parts, other=0.0, cache_modifier=".cg")
+        part = tl.load(pointers, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
         pointers = lse_ptr + i * part_stride + lse_offsets
-        lse_i = tl.load(pointers, mask=i < num_parts, other=float("-inf"), cache_modifier=".cg")
+        lse_i = tl.load(pointers, mask=is_part, other=float("-inf"), cache_modifier=".cg")
         merged += part.to(tl.float32) * (tl.exp2(lse_i - top) / total)[:, None]
     return merged
 

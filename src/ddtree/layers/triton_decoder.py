@@ -14,13 +14,20 @@ from ddtree.errors import UnsupportedModelError
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.triton_attention import attention_kernel
-from ddtree.layers.triton_kernels import norm_qkv_rope_kernel, norm_swiglu_kernel, project_add_kernel
-from ddtree.layers.triton_tiles import StackTiles, Tile, tiles_for
+from ddtree.layers.triton_kernels import (
+    project_add_kernel,
+    qkv_rope_kernel,
+    start_window_kernel,
+    swiglu_kernel,
+)
+from ddtree.layers.triton_tiles import Launch, StackTiles, Tile, tiles_for
 from ddtree.layers.window import Window
 
 KERNELS_PER_LAYER = 5
 # Above this many rows cuBLAS and the library's attention win over kernels made for small windows.
 MAX_WINDOW_TOKENS = 160
+# Fewest rows of an attention tile, hence the most programs that meet at a key head.
+MIN_ATTENTION_ROWS = 16
 # An input row is read in registers or short loops; wider layers belong to library matrix products.
 MAX_FEATURES = 16384
 
@@ -55,35 +62,48 @@ class Buffers:
     """What the kernels of one pass hand to each other; layers reuse them.
 
     Attributes:
-        query: [n, num_heads * head_dim].
-        attention: [num_splits, n, num_heads * head_dim], parts that the output projection merges.
+        rope: [n, head_dim], cosines and sines of the window's positions.
+        query, attention: [n, num_heads * head_dim].
+        parts: [num_splits, n, num_heads * head_dim], attention over splits of the keys.
         lse: [num_splits, n, num_heads] float32, base 2.
         middle: [n, hidden], the residual stream between attention and MLP.
         gated: [n, intermediate].
         hidden: [n, hidden], the residual stream after a layer that is not tapped.
+        scaled: [n, hidden], the residual stream times the next norm's weight.
+        squares: [column blocks, n] float32, its squares summed over each of its writer's blocks.
         taps: [n, num_taps * hidden], where tapped layers leave their output.
     """
 
+    rope: Tensor
     query: Tensor
     attention: Tensor
+    parts: Tensor
     lse: Tensor
     middle: Tensor
     gated: Tensor
     hidden: Tensor
+    scaled: Tensor
+    squares: Tensor
     taps: Tensor
 
     @classmethod
     def empty(
-        cls, hidden: Tensor, spec: DecoderSpec, intermediate: int, num_splits: int, num_taps: int
+        cls, hidden: Tensor, spec: DecoderSpec, intermediate: int, tiles: StackTiles, num_taps: int
     ) -> Buffers:
         n, features = hidden.shape
+        heads, splits = spec.num_heads * spec.head_dim, tiles.num_splits
+        num_blocks = triton.cdiv(features, min(tiles.out.block_n, tiles.down.block_n))
         return cls(
-            query=hidden.new_empty(n, spec.num_heads * spec.head_dim),
-            attention=hidden.new_empty(num_splits, n, spec.num_heads * spec.head_dim),
-            lse=hidden.new_empty(num_splits, n, spec.num_heads, dtype=torch.float32),
+            rope=hidden.new_empty(n, spec.head_dim),
+            query=hidden.new_empty(n, heads),
+            attention=hidden.new_empty(n, heads),
+            parts=hidden.new_empty(splits, n, heads),
+            lse=hidden.new_empty(splits, n, spec.num_heads, dtype=torch.float32),
             middle=hidden.new_empty(n, features),
             gated=hidden.new_empty(n, intermediate),
             hidden=hidden.new_empty(n, features),
+            scaled=hidden.new_empty(n, features),
+            squares=hidden.new_empty(num_blocks, n, dtype=torch.float32),
             taps=hidden.new_empty(n, num_taps * features),
         )
 
@@ -116,7 +136,8 @@ class TritonDecoderStack(DecoderStack):
     """`DecoderStack` with small windows on fused kernels; larger ones (prefill) run the reference.
 
     A pass makes no host sync and reads `prefix_len` on the device, so it can be captured in a CUDA
-    graph; outside of one, launching costs more than the kernels save.
+    graph; outside of one, launching costs more than the kernels save. Passes of one stack share the
+    counters of attention, so they must not overlap on two streams.
 
     Args:
         spec: shape of the stack.
@@ -140,7 +161,11 @@ class TritonDecoderStack(DecoderStack):
             raise UnsupportedModelError(f"the Triton path cannot run this model: {reason}; use DecoderStack")
         super().__init__(spec, layers, rotary)
         self.tiles = tiles
-        self.pdl = can_launch_dependents(self.layers[0].qkv.weight.device)
+        weight = self.layers[0].qkv.weight
+        self.pdl = can_launch_dependents(weight.device)
+        group = spec.num_heads // spec.num_kv_heads
+        row_blocks = triton.cdiv(MAX_WINDOW_TOKENS * group, MIN_ATTENTION_ROWS)
+        self._arrivals = weight.new_zeros(spec.num_kv_heads * row_blocks, dtype=torch.int32)
 
     @property
     def kernels_per_layer(self) -> int:
@@ -167,49 +192,68 @@ class TritonDecoderStack(DecoderStack):
         tiles = self.tiles(n, window.kv_extent)
         taps = sorted({i for i in tap_layer_ids if i < len(self.layers)})
         intermediate = self.layers[0].down.in_features
-        buffers = Buffers.empty(hidden, self.spec, intermediate, tiles.num_splits, len(taps))
+        buffers = Buffers.empty(hidden, self.spec, intermediate, tiles, len(taps))
         args = WindowArgs.of(window)
         hidden = hidden.contiguous()
+        self._launch_start(hidden, args, buffers)
+        num_parts = 1
         for i, layer in enumerate(self.layers):
             out = buffers.hidden
             if i in taps:
                 out = buffers.taps.view(n, len(taps), -1)[:, taps.index(i)]
-            self._launch_qkv(i, hidden, args, kv_data[i], buffers, tiles)
+            # Nobody reads what the last layer leaves for the norm after it.
+            next_norm = self.layers[min(i + 1, len(self.layers) - 1)].input_norm
+            self._launch_qkv(i, args, kv_data[i], buffers, num_parts, tiles)
             self._launch_attention(i, args, kv_data[i], buffers, tiles)
-            self._launch_project_add(
-                buffers.attention, buffers.lse, layer.out.weight, hidden, buffers.middle, tiles.out
-            )
-            self._launch_swiglu(layer, buffers, tiles.gate_up)
-            self._launch_project_add(
-                buffers.gated[None], buffers.lse, layer.down.weight, buffers.middle, out, tiles.down
-            )
+            num_parts = self._launch_project_add(
+                buffers.attention, layer.out.weight, hidden, layer.post_norm, buffers.middle, buffers,
+                tiles.out, tiles.launch,
+            )  # fmt: skip
+            self._launch_swiglu(layer, buffers, num_parts, tiles)
+            num_parts = self._launch_project_add(
+                buffers.gated, layer.down.weight, buffers.middle, next_norm, out, buffers,
+                tiles.down, tiles.launch,
+            )  # fmt: skip
             hidden = out
         return hidden, buffers.taps if taps else None
 
-    def _launch_options(self, tile: Tile, *, is_first: bool = False) -> dict[str, int | bool]:
+    def _launch_mode(self, launch: Launch) -> Launch:
+        return launch if self.pdl else "plain"
+
+    def _launch_options(self, tile: Tile, launch: Launch) -> dict[str, int | bool]:
         # The interpreter knows no `launch_pdl`, so it is passed only where it is used.
         options: dict[str, int | bool] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        if self.pdl and not is_first:
+        if self._launch_mode(launch) != "plain":
             options["launch_pdl"] = True
         return options
 
+    def _launch_start(self, hidden: Tensor, args: WindowArgs, buffers: Buffers) -> None:
+        n, features = hidden.shape
+        start_window_kernel[(n,)](
+            hidden, self.layers[0].input_norm, self.rotary.cos, self.rotary.signed_sin, args.positions,
+            buffers.scaled, buffers.squares, buffers.rope,
+            features, self.spec.head_dim, triton.next_power_of_2(features),
+        )  # fmt: skip
+
     def _launch_qkv(
-        self, i: int, hidden: Tensor, args: WindowArgs, kv: Tensor, buffers: Buffers, tiles: StackTiles
+        self, i: int, args: WindowArgs, kv: Tensor, buffers: Buffers, num_parts: int, tiles: StackTiles
     ) -> None:
-        spec, layer, n = self.spec, self.layers[i], hidden.shape[0]
+        spec, layer, n = self.spec, self.layers[i], buffers.query.shape[0]
         has_head_norm, weight = layer.q_norm is not None, layer.qkv.weight
         tile = tiles.qkv_whole_heads if has_head_norm else tiles.qkv
         block_n = spec.head_dim if has_head_norm else min(tile.block_n, spec.head_dim)
         grid = (layer.qkv.out_features // block_n, triton.cdiv(n, tile.block_m))
-        norm_qkv_rope_kernel[grid](
-            hidden, layer.input_norm, weight, weight if layer.qkv.bias is None else layer.qkv.bias,
+        qkv_rope_kernel[grid](
+            buffers.scaled, buffers.squares, weight, weight if layer.qkv.bias is None else layer.qkv.bias,
             layer.input_norm if layer.q_norm is None else layer.q_norm,
             layer.input_norm if layer.k_norm is None else layer.k_norm,
-            self.rotary.cos, self.rotary.signed_sin, args.positions, args.prefix_len, buffers.query, kv,
-            n, hidden.stride(0), kv.stride(0), kv.stride(1), spec.rms_norm_eps,
+            buffers.rope, args.prefix_len, buffers.query, kv,
+            n, num_parts, kv.stride(0), kv.stride(1), spec.rms_norm_eps,
             layer.qkv.in_features, spec.num_heads, spec.num_kv_heads, spec.head_dim,
-            layer.qkv.bias is not None, has_head_norm, self.pdl, tile.block_m, block_n, tile.block_k,
-            **self._launch_options(tile, is_first=i == 0),
+            layer.qkv.bias is not None, has_head_norm, self._launch_mode(tiles.launch),
+            triton.next_power_of_2(buffers.squares.shape[0]),
+            tile.block_m, block_n, tile.block_k, tile.k_groups,
+            **self._launch_options(tile, tiles.launch),
         )  # fmt: skip
 
     def _launch_attention(
@@ -219,31 +263,46 @@ class TritonDecoderStack(DecoderStack):
         group = spec.num_heads // spec.num_kv_heads
         grid = (triton.cdiv(n * group, tile.block_m), spec.num_kv_heads, tiles.num_splits)
         attention_kernel[grid](
-            buffers.query, kv, args.mask, args.positions, args.prefix_len, buffers.attention, buffers.lse,
+            buffers.query, kv, args.mask, args.positions, args.prefix_len,
+            buffers.attention, buffers.parts, buffers.lse, self._arrivals,
             n, kv.stride(0), kv.stride(1), spec.head_dim**-0.5 * math.log2(math.e),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, args.has_mask, spec.sliding_windows[i] or 0,
-            tiles.num_splits, self.pdl, tile.block_m, tile.block_n,
-            **self._launch_options(tile),
+            tiles.num_splits, self._launch_mode(tiles.launch), tile.block_m, tile.block_n, tile.k_groups,
+            **self._launch_options(tile, tiles.launch),
         )  # fmt: skip
 
     def _launch_project_add(
-        self, parts: Tensor, lse: Tensor, weight: Tensor, residual: Tensor, out: Tensor, tile: Tile
-    ) -> None:
-        num_splits, n, features = parts.shape
-        grid = (triton.cdiv(out.shape[1], tile.block_n), triton.cdiv(n, tile.block_m))
-        project_add_kernel[grid](
-            parts, lse, weight, residual, out, n, out.shape[1], residual.stride(0), out.stride(0),
-            features, self.spec.head_dim, num_splits, self.pdl, tile.block_m, tile.block_n,
-            max(tile.block_k, self.spec.head_dim),
-            **self._launch_options(tile),
+        self,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        next_norm: Tensor,
+        out: Tensor,
+        buffers: Buffers,
+        tile: Tile,
+        launch: Launch,
+    ) -> int:
+        """Returns how many column blocks left their sums of squares."""
+        (n, features), num_cols = x.shape, out.shape[1]
+        num_blocks: int = triton.cdiv(num_cols, tile.block_n)
+        project_add_kernel[(num_blocks, triton.cdiv(n, tile.block_m))](
+            x, weight, residual, next_norm, out, buffers.scaled, buffers.squares,
+            n, num_cols, residual.stride(0), out.stride(0),
+            features, self._launch_mode(launch), tile.block_m, tile.block_n, tile.block_k, tile.k_groups,
+            **self._launch_options(tile, launch),
         )  # fmt: skip
+        return num_blocks
 
-    def _launch_swiglu(self, layer: DecoderLayer, buffers: Buffers, tile: Tile) -> None:
-        n, intermediate = buffers.gated.shape
+    def _launch_swiglu(
+        self, layer: DecoderLayer, buffers: Buffers, num_parts: int, tiles: StackTiles
+    ) -> None:
+        (n, intermediate), tile = buffers.gated.shape, tiles.gate_up
         grid = (triton.cdiv(2 * intermediate, tile.block_n), triton.cdiv(n, tile.block_m))
-        norm_swiglu_kernel[grid](
-            buffers.middle, layer.post_norm, layer.gate_up.weight, buffers.gated,
-            n, intermediate, buffers.middle.stride(0), self.spec.rms_norm_eps,
-            layer.gate_up.in_features, self.pdl, tile.block_m, tile.block_n, tile.block_k,
-            **self._launch_options(tile),
+        swiglu_kernel[grid](
+            buffers.scaled, buffers.squares, layer.gate_up.weight, buffers.gated,
+            n, num_parts, intermediate, self.spec.rms_norm_eps,
+            layer.gate_up.in_features, self._launch_mode(tiles.launch),
+            triton.next_power_of_2(buffers.squares.shape[0]),
+            tile.block_m, tile.block_n, tile.block_k, tile.k_groups,
+            **self._launch_options(tile, tiles.launch),
         )  # fmt: skip

@@ -76,7 +76,8 @@ def start_weights(
     held = ()
     if BLOCK_M == 1:
         for i in tl.static_range(min((IN + BLOCK_K - 1) // BLOCK_K, MAX_HELD_TILES)):
-            held = held + (load_tile(weight_ptr, cols, i * BLOCK_K, IN, BLOCK_K),)
+            tile = load_tile(weight_ptr, cols, i * BLOCK_K, IN, BLOCK_K)
+            held = held + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (Triton unpacks no tuples)
     elif LAUNCH != "plain":
         lines: tl.constexpr = triton.next_power_of_2((IN + 63) // 64)
         starts = tl.minimum(tl.arange(0, lines) * 64, IN - 1)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+import triton
+
+# When a kernel may start: after the one before it, at that one's last stores, or at once.
+Launch = Literal["plain", "late", "early"]
+MAX_KEY_SPLITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,12 +20,15 @@ class Tile:
         block_m: rows a program takes; 1 selects the one-row form, otherwise at least 16.
         block_n: weight rows a program takes; in attention, key slots a step.
         block_k: input features a step (unused by attention).
+        k_groups: groups of warps that share a step's features (in attention, its keys) among them;
+            16 or more are left for each.
         num_warps, num_stages: Triton's launch settings.
     """
 
     block_m: int
     block_n: int
     block_k: int
+    k_groups: int
     num_warps: int
     num_stages: int
 
@@ -31,41 +41,67 @@ class StackTiles:
         qkv: where heads have no norm.
         qkv_whole_heads: where they have one; its block_n is the head's size whatever it says.
         attention, out, gate_up, down: as they say.
-        num_splits: key splits of attention, a power of two.
+        num_splits: most key splits of attention.
+        launch: how the kernels follow each other on devices that leave a choice.
     """
 
     qkv: Tile
     qkv_whole_heads: Tile
     attention: Tile
-    num_splits: int
     out: Tile
     gate_up: Tile
     down: Tile
+    num_splits: int
+    launch: Launch
 
 
 def tiles_for(num_tokens: int, kv_extent: int) -> StackTiles:
     """Tiles for a window of `num_tokens` tokens that reads up to `kv_extent` key slots.
 
-    One row: whole weight rows at once, and 60 to 192 programs a kernel. More rows: 16-row tiles
-    keep at least as many programs; the table is for hidden sizes near 576.
+    Fitted to hidden sizes near 576 on an H200: enough programs to use every multiprocessor's share
+    of bandwidth, and all of a program's input on its way at once.
     """
+    num_splits = min(MAX_KEY_SPLITS, triton.cdiv(kv_extent, 128))
     if num_tokens == 1:
         return StackTiles(
-            qkv=Tile(1, 8, 1024, 4, 1),
-            qkv_whole_heads=Tile(1, 64, 128, 8, 1),
-            attention=Tile(16, 64, 0, 4, 2),
-            num_splits=8 if kv_extent >= 256 else 2,
-            out=Tile(1, 4, 1024, 4, 1),
-            gate_up=Tile(1, 16, 1024, 4, 1),
-            down=Tile(1, 4, 512, 4, 1),
+            qkv=Tile(1, 8, 64, 1, 2, 1),
+            qkv_whole_heads=Tile(1, 64, 64, 1, 8, 1),
+            attention=Tile(16, 128, 0, 4, 4, 2),
+            out=Tile(1, 4, 64, 1, 1, 1),
+            gate_up=Tile(1, 16, 64, 1, 4, 1),
+            down=Tile(1, 4, 256, 1, 4, 1),
+            num_splits=num_splits,
+            launch="early",
         )
-    block_m = 16 if num_tokens <= 16 else 32
+    if num_tokens <= 16:
+        return StackTiles(
+            qkv=Tile(16, 16, 128, 4, 4, 6),
+            qkv_whole_heads=Tile(16, 64, 128, 4, 4, 6),
+            attention=Tile(16, 128, 0, 4, 4, 2),
+            out=Tile(16, 16, 128, 4, 4, 6),
+            gate_up=Tile(16, 32, 128, 4, 4, 6),
+            down=Tile(16, 16, 256, 4, 4, 7),
+            num_splits=num_splits,
+            launch="plain",
+        )
+    if num_tokens <= 64:
+        return StackTiles(
+            qkv=Tile(32, 16, 128, 4, 4, 6),
+            qkv_whole_heads=Tile(16, 64, 128, 4, 4, 6),
+            attention=Tile(16, 128, 0, 4, 4, 2),
+            out=Tile(16, 16, 128, 4, 4, 6),
+            gate_up=Tile(32, 32, 128, 4, 4, 6),
+            down=Tile(16, 16, 256, 4, 4, 7),
+            num_splits=num_splits,
+            launch="plain",
+        )
     return StackTiles(
-        qkv=Tile(block_m, 16, 64, 4, 5),
-        qkv_whole_heads=Tile(16, 64, 64, 4, 5),
-        attention=Tile(16, 64, 0, 4, 2),
-        num_splits=1,
-        out=Tile(16, 16, 64, 4, 5),
-        gate_up=Tile(block_m, 32, 64, 4, 5),
-        down=Tile(16, 16, 128, 4, 5),
+        qkv=Tile(32, 32, 128, 4, 4, 6),
+        qkv_whole_heads=Tile(32, 64, 128, 4, 4, 4),
+        attention=Tile(16, 128, 0, 4, 4, 2),
+        out=Tile(32, 32, 128, 4, 4, 6),
+        gate_up=Tile(64, 64, 64, 1, 4, 6),
+        down=Tile(32, 32, 128, 4, 4, 5),
+        num_splits=num_splits,
+        launch="plain",
     )

@@ -70,7 +70,7 @@ def build_draft_trees_with_layout(
     trees, layouts = torch.empty(2, 3, bs, width, dtype=torch.int64, device=device)
     tree_log_probs = torch.empty(bs, width, dtype=torch.float32, device=device)
     mask = torch.empty(bs, width, width, dtype=torch.uint8, device=device)
-    with torch.cuda.device_of(marginals.log_probs):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(marginals.log_probs):
         build_tree_kernel[(bs,)](
             marginals.tokens.contiguous(), marginals.log_probs.contiguous(),
             root_tokens.contiguous(), prefix_lens.contiguous(),

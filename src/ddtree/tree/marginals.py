@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from ddtree.config import check, is_int
+from ddtree.tree.triton_choice import prefers_triton
 
 CHUNK_TOKENS = 64
+MAX_TRITON_TOPK = 256
+MAX_TRITON_VOCAB = 1 << 18
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NEG_INF = float("-inf")
 
 
@@ -29,27 +33,27 @@ class DraftMarginals:
         """The `candidate_topk` most likely tokens of each row of `logits` [bs, draft_depth, V].
 
         K = min(candidate_topk, V). A NaN logit counts as -inf. The order holds at the cut too: of
-        tokens with equal log-probabilities those with the lowest ids are kept. Needs no host sync
-        on CUDA. Raises `ConfigError` for a `candidate_topk` below 1.
+        tokens with equal log-probabilities those with the lowest ids are kept. A log-probability is
+        (x - largest x) - s in float32, s being the log of the row's sum of exponentials. On CUDA, K
+        to 256 takes two Triton launches and no host sync; s may then differ in its last bits from the
+        CPU's, equal inputs giving equal bits on one device. Raises `ConfigError` for a
+        `candidate_topk` below 1.
         """
         check(is_int(candidate_topk) and candidate_topk >= 1, "candidate_topk", candidate_topk, "1 or more")
         topk = min(candidate_topk, logits.shape[-1])
+        if _fits_triton(logits, topk):
+            from ddtree.tree.triton_topk import top_tokens
+
+            tokens, log_probs, _ = top_tokens(logits.reshape(-1, logits.shape[-1]), topk)
+            shape = (*logits.shape[:-1], topk)
+            return DraftMarginals(tokens.view(shape), log_probs.view(shape))
         chunks = _chunk(logits)  # [bs, L, C, CHUNK_TOKENS]
-        floats, chunk_max = _without_nan(chunks)  # as chunks; [bs, L, C]
-        row_max = chunk_max.amax(-1, keepdim=True)  # [bs, L, 1]
-        # One large buffer at most: a second one would cost the CPU more in page faults than the sum itself.
-        spare = None if floats is chunks else floats
-        weights = torch.sub(floats, row_max.unsqueeze(-1), out=spare).exp_()
-        log_sum = weights.sum((-2, -1)).log_().unsqueeze(-1)  # [bs, L, 1]
-        # x -> (x - row_max) - log_sum is monotone in float32, so a chunk's best logit is its best log-prob.
-        best_chunks, _ = _top(_normalise(chunk_max, row_max, log_sum), min(topk, chunk_max.shape[-1]))
-        # Ascending chunks keep the gathered tokens in ascending id order, which the tie rule needs.
-        best_chunks = best_chunks.sort(-1).values
-        kept = chunks.gather(2, best_chunks.unsqueeze(-1).expand(*best_chunks.shape, CHUNK_TOKENS))
-        log_probs = _normalise(kept.flatten(2).float(), row_max, log_sum)  # [bs, L, kept tokens]
-        places, log_probs = _top(log_probs, topk)  # [bs, L, K]
-        chunk_starts = best_chunks.gather(2, places // CHUNK_TOKENS) * CHUNK_TOKENS
-        return DraftMarginals(chunk_starts + places % CHUNK_TOKENS, log_probs)
+        return _select(chunks, *_sum_rows(chunks), topk)
+
+
+def _fits_triton(logits: Tensor, topk: int) -> bool:
+    fits = topk <= MAX_TRITON_TOPK and logits.shape[-1] <= MAX_TRITON_VOCAB
+    return fits and logits.dtype in TRITON_DTYPES and prefers_triton(logits)
 
 
 def _chunk(logits: Tensor) -> Tensor:
@@ -58,6 +62,34 @@ def _chunk(logits: Tensor) -> Tensor:
     if missing:
         logits = torch.nn.functional.pad(logits, (0, missing), value=NEG_INF)
     return logits.reshape(*logits.shape[:-1], -1, CHUNK_TOKENS)
+
+
+def _sum_rows(chunks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each chunk's maximum [bs, L, C], each row's, and the log of the sum of exp(x - row_max), [bs, L, 1]."""
+    floats, chunk_max = _without_nan(chunks)
+    row_max = chunk_max.amax(-1, keepdim=True)
+    # One large buffer at most: a second one would cost the CPU more in page faults than the sum itself.
+    spare = None if floats is chunks else floats
+    weights = torch.sub(floats, row_max.unsqueeze(-1), out=spare).exp_()
+    return chunk_max, row_max, weights.sum((-2, -1)).log_().unsqueeze(-1)
+
+
+def _select(
+    chunks: Tensor,  # [bs, L, C, CHUNK_TOKENS]
+    chunk_max: Tensor,  # [bs, L, C]
+    row_max: Tensor,  # [bs, L, 1]
+    log_sum: Tensor,  # [bs, L, 1]
+    topk: int,
+) -> DraftMarginals:
+    # x -> (x - row_max) - log_sum is monotone in float32, so a chunk's best logit is its best log-prob.
+    best_chunks, _ = _top(_normalise(chunk_max, row_max, log_sum), min(topk, chunk_max.shape[-1]))
+    # Ascending chunks keep the gathered tokens in ascending id order, which the tie rule needs.
+    best_chunks = best_chunks.sort(-1).values
+    kept = chunks.gather(2, best_chunks.unsqueeze(-1).expand(*best_chunks.shape, CHUNK_TOKENS))
+    log_probs = _normalise(kept.flatten(2).float(), row_max, log_sum)  # [bs, L, kept tokens]
+    places, log_probs = _top(log_probs, topk)  # [bs, L, K]
+    chunk_starts = best_chunks.gather(2, places // CHUNK_TOKENS) * CHUNK_TOKENS
+    return DraftMarginals(chunk_starts + places % CHUNK_TOKENS, log_probs)
 
 
 def _without_nan(chunks: Tensor) -> tuple[Tensor, Tensor]:

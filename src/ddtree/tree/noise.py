@@ -22,6 +22,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ddtree.tree.triton_choice import prefers_triton
+
 GOLDEN = 0x9E3779B97F4A7C15
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 WORD = 1 << 64
@@ -62,8 +64,12 @@ def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
     `positions` [...] are those of the drawn tokens. A token of -inf is never drawn, a tie goes to
     the lowest id. Log-probabilities need not be normalised, must not be NaN, and each row must
-    have one above -inf.
+    have one above -inf. On CUDA it takes two Triton launches, which hold the noise in registers.
     """
+    if prefers_triton(log_probs):
+        from ddtree.tree.triton_draw import draw_triton
+
+        return draw_triton(log_probs, seeds, positions)
     tokens = torch.arange(log_probs.shape[-1], device=log_probs.device)
     return keyed_gumbel(seeds, positions, tokens).add_(log_probs).argmax(-1)
 

@@ -98,7 +98,7 @@ def draw_triton(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     best = rows.new_empty(num_rows, num_parts, dtype=torch.float64)
     tokens = rows.new_empty(num_rows, num_parts, dtype=torch.int32)
     out = rows.new_empty(shape, dtype=torch.int64)
-    with torch.cuda.device_of(rows):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(rows):
         draw_part_kernel[(num_parts, num_rows)](
             rows, seeds, positions, best, tokens, vocab, rows.stride(0), seeds.shape[1],
             *seeds.stride(), *positions.stride(), BLOCK=PART_TOKENS, num_warps=4,

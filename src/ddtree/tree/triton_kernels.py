@@ -169,4 +169,4 @@ def walk_kernel(
     tl.store(paths_ptr + row * SLOTS + slots, path.to(tl.int64), mask=is_slot)
     tl.store(paths_ptr + (num_rows + row) * SLOTS + slots, accept_tokens, mask=is_slot)
     tl.store(ends_ptr + row, tl.load(targets_ptr + last))
-    tl.store(ends_ptr + num_rows + row, num_correct_drafts.to(tl.int64))
+    tl.store(ends_ptr + num_rows + row, num_correct_drafts)

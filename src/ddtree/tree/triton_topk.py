@@ -190,7 +190,7 @@ def top_tokens(logits: Tensor, topk: int) -> TopTokens:
     keys, tokens = logits.new_empty(2, num_rows, topk, dtype=torch.int64)
     log_probs = logits.new_empty(num_rows, topk, dtype=torch.float32)
     log_sums = logits.new_empty(num_rows, dtype=torch.float32)
-    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+    with torch.cuda.device_of(logits):
         chunk_kernel[(num_parts, num_rows)](
             logits, chunk_max, part_max, part_sum, vocab, logits.stride(0), num_chunks,
             CHUNK=CHUNK_TOKENS, PART=PART_CHUNKS, num_warps=4,

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from ddtree.tree.draft_tree import DraftTree
 from ddtree.tree.noise import draw
+from ddtree.tree.triton_choice import power_of_two, prefers_triton
+
+MAX_TRITON_COLUMNS = 512
 
 
 class VerifyResult(NamedTuple):
@@ -24,9 +27,18 @@ def follow(tree: DraftTree, ancestor_mask: Tensor, target_tokens: Tensor, draft_
     """The path on which every node carries the target's choice after its parent.
 
     `ancestor_mask` is [bs, W, W] bool, `target_tokens` [bs, W] int64 the target's choice after each
-    column, `draft_depth` the deepest level a tree may have. Neither loop nor host sync: a node is
-    on the path if it and all its ancestors match (the lossless walk of arXiv 2604.12989).
+    column, `draft_depth` the deepest level a tree may have. No host sync; one Triton launch on CUDA for
+    W <= 512 (the lossless walk of arXiv 2604.12989).
     """
+    if tree.num_verify_tokens <= MAX_TRITON_COLUMNS and prefers_triton(tree.tokens):
+        return follow_triton(tree, target_tokens, draft_depth)
+    return follow_torch(tree, ancestor_mask, target_tokens, draft_depth)
+
+
+def follow_torch(
+    tree: DraftTree, ancestor_mask: Tensor, target_tokens: Tensor, draft_depth: int
+) -> VerifyResult:
+    """`follow` without a loop: a node is on the path if it and all its ancestors match."""
     bs, width = tree.tokens.shape
     expected = target_tokens.gather(1, tree.parents.clamp(min=0))  # [bs, W]
     matches = (tree.tokens == expected) & (tree.parents >= 0)
@@ -42,6 +54,25 @@ def follow(tree: DraftTree, ancestor_mask: Tensor, target_tokens: Tensor, draft_
     accept_tokens = torch.where(accept_indices >= 0, accept_tokens, -1)
     bonus_tokens = accept_tokens.gather(1, num_correct_drafts.unsqueeze(1)).squeeze(1)
     return VerifyResult(accept_indices, accept_tokens, bonus_tokens, num_correct_drafts)
+
+
+def follow_triton(tree: DraftTree, target_tokens: Tensor, draft_depth: int) -> VerifyResult:
+    """`follow` as a walk from node to node, one program a request; parents say all that the mask does."""
+    from ddtree.tree.triton_kernels import walk_kernel
+
+    bs, width = tree.tokens.shape
+    tokens, parents, targets = (
+        t if t.stride(1) == 1 else t.contiguous() for t in (tree.tokens, tree.parents, target_tokens)
+    )
+    paths = tokens.new_empty(2, bs, draft_depth + 1, dtype=torch.int64)
+    ends = tokens.new_empty(2, bs, dtype=torch.int64)
+    with torch.cuda.device_of(tokens):
+        walk_kernel[(bs,)](
+            tokens, parents, targets, paths, ends, tokens.stride(0), parents.stride(0), targets.stride(0),
+            W=width, W_PAD=power_of_two(width, at_least=32),
+            SLOTS=draft_depth + 1, SLOTS_PAD=power_of_two(draft_depth + 1, at_least=32), num_warps=1,
+        )  # fmt: skip
+    return VerifyResult(paths[0], paths[1], ends[0], ends[1])
 
 
 def verify_greedy(
