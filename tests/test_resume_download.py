@@ -140,15 +140,18 @@ def test_dropped_connection_goes_on(server, tmp_path):
     assert server.ranges == [None, "bytes=1000-", "bytes=1500-"]
 
 
-@pytest.mark.parametrize("takes_ranges", [True, False])
-def test_answers_that_bring_nothing_new_end_it(server, tmp_path, takes_ranges):
+@pytest.mark.parametrize(
+    ("takes_ranges", "drops_after", "last_bytes"),
+    [(True, [1000, 0, 0], 1000), (False, [1000, 1000, 1000], 1000), (False, [1000, 500, 900], 900)],
+)
+def test_answers_that_bring_nothing_new_end_it(server, tmp_path, takes_ranges, drops_after, last_bytes):
     part = tmp_path / "part"
     server.takes_ranges = takes_ranges
-    server.drops_after = [1000] + [0 if takes_ranges else 1000] * 9
-    with pytest.raises(DirectDownloadError, match=r"the connection ended \(at byte 1000\)"):
+    server.drops_after = [*drops_after]
+    with pytest.raises(DirectDownloadError, match=r"the connection ended \(at byte \d+\)"):
         fetch_to(part, server)
     assert len(server.ranges) == 3
-    assert part.read_bytes() == CONTENT[:1000]
+    assert part.read_bytes() == CONTENT[:last_bytes]
 
 
 def test_stalled_server_is_given_up(server, tmp_path, monkeypatch):
@@ -175,6 +178,14 @@ def test_wrong_file_on_the_server_is_not_kept(server, tmp_path, content):
         fetch_to(tmp_path / "part", server)
     assert server.ranges == [None, None]
     assert not (tmp_path / "part").exists()
+
+
+def test_file_that_is_too_long_is_not_fetched_to_its_end(server, tmp_path):
+    sizes = []
+    server.content = CONTENT + bytes(4 * resume_download.CHUNK_BYTES)
+    with pytest.raises(DirectDownloadError, match="the server's file has sha256"):
+        fetch(remote(server), tmp_path / "part", sizes.append)
+    assert max(sizes) <= len(CONTENT) + resume_download.CHUNK_BYTES
 
 
 def test_range_that_the_server_does_not_have_starts_over(server, tmp_path):

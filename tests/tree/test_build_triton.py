@@ -16,6 +16,7 @@ from ddtree.tree import (
     build_draft_trees,
     build_trees,
     build_trees_with_layout,
+    build_triton,
     retrieve_links,
     tree_layout,
     triton_choice,
@@ -48,7 +49,6 @@ def check_equals_torch(marginals: DraftMarginals, node_budget: int) -> None:
     assert torch.equal(layout.ancestor_mask, expected_layout.ancestor_mask)
     for ours, theirs in zip(links, retrieve_links(expected), strict=True):
         assert torch.equal(ours, theirs)
-    assert torch.equal(build_draft_trees_triton(marginals, roots, node_budget).tokens, tree.tokens)
 
 
 @pytest.mark.parametrize(("draft_depth", "topk", "node_budget", "bs"), SHAPES)
@@ -65,6 +65,17 @@ def test_interpreted_kernel_equals_torch(batch_of, draft_depth, topk, node_budge
 def test_compiled_kernel_equals_torch(batch_of, draft_depth, topk, node_budget):
     marginals = batch_of(1, 12, draft_depth, topk)
     check_equals_torch(DraftMarginals(marginals.tokens.cuda(), marginals.log_probs.cuda()), node_budget)
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_kernel_is_chosen(batch_of, monkeypatch):
+    marginals = batch_of(1, 2, 4, 3)
+    marginals = DraftMarginals(marginals.tokens.cuda(), marginals.log_probs.cuda())
+    roots = torch.tensor([1, 2], device="cuda")
+    expected = build_draft_trees(marginals, roots, 9)
+    monkeypatch.setattr(build_triton, "build_draft_trees", None)
+    assert torch.equal(build_trees(marginals, roots, 9).tokens, expected.tokens)
+    assert torch.equal(build_trees_with_layout(marginals, roots, roots, 9)[0].tokens, expected.tokens)
 
 
 def test_refusals_name_the_limit(batch_of):

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from ddtree.tree.noise import draw, keyed_gumbel
+from ddtree.tree.noise import draw, draw_torch, keyed_gumbel
 
 ATOL = 1e-12  # two totals this close may swap, since the logarithm's last bit is the device's
 
@@ -26,7 +26,7 @@ def check_draws(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.T
     from ddtree.tree.triton_draw import draw_triton
 
     tokens = draw_triton(log_probs.to(device), seeds.to(device), positions.to(device)).cpu()
-    expected = draw(log_probs, seeds, positions)
+    expected = draw_torch(log_probs, seeds, positions)
     assert tokens.dtype == torch.int64
     assert tokens.shape == expected.shape
     vocab = torch.arange(log_probs.shape[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -57,12 +58,16 @@ def draft(pair: ModelPair, sequence: Sequence, plan: DraftPlan) -> DraftMarginal
     """One drafter pass over a whole block; None when the plan is plain decoding."""
     if plan.mode is Mode.AR or pair.drafter is None or pair.draft_context is None:
         return None
-    block_size = pair.drafter.block_size
-    offsets = torch.arange(block_size, device=sequence.root_token.device)
-    everything = torch.ones(block_size, block_size, dtype=torch.bool, device=offsets.device)
-    window = sequence.window(offsets, everything)
+    window = sequence.window(*block_window(pair.drafter.block_size, sequence.root_token.device))
     logits = pair.drafter.draft_logits(sequence.root_token, pair.draft_context, window)
     return DraftMarginals.from_logits(logits[None], pair.topk(plan))  # [1, draft_depth, K]
+
+
+@cache
+def block_window(block_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Depths [block_size] and mask [block_size, block_size] of a drafter's block, in which all see all."""
+    depths = torch.arange(block_size, device=device)
+    return depths, torch.ones(block_size, block_size, dtype=torch.bool, device=device)
 
 
 def build(marginals: DraftMarginals | None, sequence: Sequence, plan: DraftPlan) -> Built:
@@ -115,6 +120,6 @@ def commit(pair: ModelPair, sequence: Sequence, verified: Verified, result: Veri
         path = path[: int(result.num_correct_drafts) + 1]  # the one wanted sync of an eager round
     pair.kv_cache.compact(window, path)
     if pair.drafter is not None and pair.draft_context is not None and verified.output.taps is not None:
-        committed = sequence.window(torch.arange(path.shape[0], device=path.device), None)
+        committed = sequence.window(block_window(pair.block_size, path.device)[0][: path.shape[0]], None)
         pair.drafter.append(pair.draft_context, verified.output.taps[path], committed)
     sequence.advance(result.bonus_tokens, result.num_correct_drafts + 1)

@@ -59,8 +59,8 @@ class EagerRunner:
 class GraphRunner:
     """The same steps as `decode_round`, captured as CUDA graphs once for each plan and key extent.
 
-    Draft and build are one graph, verify is another. A greedy request without penalties has accept and
-    commit in the verify graph; another accepts eagerly in between, since its processing varies.
+    A round of a greedy request without penalties is one graph. Other requests accept eagerly between
+    two graphs, draft to verify and commit, since their processing varies.
     """
 
     last_round: Round
@@ -80,43 +80,42 @@ class GraphRunner:
         extent = self._extent(start + max(plan.node_budget + 1, self._pair.block_size))
         is_plain_greedy = chooser.params.is_greedy and not chooser.params.changes_logits
         self._sequence.start, self._sequence.kv_extent = None, extent
-        built = self._replay(("draft", plan, extent), lambda: self._draft_and_build(plan))
         if is_plain_greedy:
             key = ("round", plan, extent, budgets)
-            finished, vector = self._replay(key, lambda: self._verify_to_commit(built, chooser, budgets))
+            finished, vector = self._replay(key, lambda: self._whole_round(plan, chooser, budgets))
         else:
-            finished = self._accept_between(built, plan, extent, chooser)
+            finished = self._accept_between(plan, extent, chooser)
             vector = pack(finished, budgets)
         readout = unpack(vector, self._pair.block_size, has_draft=plan.mode is not Mode.AR)
         self._sequence.start = start + len(readout.accept_tokens)
         self.last_round = finished
         return readout
 
-    def _draft_and_build(self, plan: DraftPlan) -> Built:
-        return build(draft(self._pair, self._sequence, plan), self._sequence, plan)
-
-    def _verify_to_commit(
-        self, built: Built, chooser: TokenChooser, budgets: tuple[int, ...]
+    def _whole_round(
+        self, plan: DraftPlan, chooser: TokenChooser, budgets: tuple[int, ...]
     ) -> tuple[Round, Tensor]:
-        verified = verify(self._pair, self._sequence, built)
-        result = accept(built, verified, chooser, self._pair.block_size - 1)
-        commit(self._pair, self._sequence, verified, result)
-        finished = Round(built, result)
+        finished = decode_round(self._pair, self._sequence, plan, chooser)
         return finished, pack(finished, budgets)
 
-    def _accept_between(self, built: Built, plan: DraftPlan, extent: int, chooser: TokenChooser) -> Round:
+    def _draft_to_verify(self, plan: DraftPlan) -> tuple[Built, Verified]:
+        built = build(draft(self._pair, self._sequence, plan), self._sequence, plan)
+        return built, verify(self._pair, self._sequence, built)
+
+    def _accept_between(self, plan: DraftPlan, extent: int, chooser: TokenChooser) -> Round:
         verify_key, commit_key = ("verify", plan, extent), ("commit", plan, extent)
-        verified: Verified = self._captured(verify_key, lambda: verify(self._pair, self._sequence, built))[1]
+        verify_graph, (built, verified) = self._captured(verify_key, lambda: self._draft_to_verify(plan))
         # Captured before the verify graph runs: warming up a commit moves KV, which may happen only once.
         # An earlier plan's path may name columns that a narrower tree does not have.
         for part in self._path:
             part.zero_()
-        self._captured(commit_key, lambda: commit(self._pair, self._sequence, verified, self._path))
-        self._graphs[verify_key][0].replay()
+        commit_graph, _ = self._captured(
+            commit_key, lambda: commit(self._pair, self._sequence, verified, self._path)
+        )
+        verify_graph.replay()
         result = accept(built, verified, chooser, self._pair.block_size - 1)
         for kept, new in zip(self._path, result, strict=True):
             kept.copy_(new)
-        self._graphs[commit_key][0].replay()
+        commit_graph.replay()
         return Round(built, result)
 
     def _extent(self, needed: int) -> int:

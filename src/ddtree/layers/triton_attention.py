@@ -57,21 +57,30 @@ def merge_parts(
     BLOCK_M: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
 ):
-    """Parts of a softmax over disjoint keys as one, float32; part i [BLOCK_M, HEAD_DIM] weighs exp2(lse_i)."""
-    splits = tl.arange(0, triton.next_power_of_2(NUM_SPLITS))[:, None]
-    pointers = lse_ptr + splits * part_stride + lse_offsets[None, :]
-    lse = tl.load(pointers, mask=splits < num_parts, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(lse, 0)
-    total = tl.sum(tl.exp2(lse - top[None, :]), 0)
-    merged = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
-    for i in tl.static_range(NUM_SPLITS):  # unrolled: all parts are on their way at once
+    """Parts [BLOCK_M, HEAD_DIM] of a softmax over disjoint keys as one, float32; part i weighs exp2(lse_i).
+
+    Unrolled, so that all parts are on their way at once.
+    """
+    lses = ()
+    parts = ()
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for i in tl.static_range(NUM_SPLITS):
         is_part = tl.full([BLOCK_M], i, tl.int32) < num_parts
+        pointers = lse_ptr + i * part_stride + lse_offsets
+        lse = tl.load(pointers, mask=is_part, other=float("-inf"), cache_modifier=".cg")
         pointers = parts_ptr + i * part_stride * HEAD_DIM + offsets
         part = tl.load(pointers, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
-        pointers = lse_ptr + i * part_stride + lse_offsets
-        lse_i = tl.load(pointers, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-        merged += part.to(tl.float32) * (tl.exp2(lse_i - top) / total)[:, None]
-    return merged
+        lses = lses + (lse,)  # type: ignore[assignment]  # noqa: RUF005 (Triton unpacks no tuples)
+        parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
+    for i in tl.static_range(NUM_SPLITS):
+        top = tl.maximum(top, lses[i])
+    total = tl.zeros([BLOCK_M], tl.float32)
+    merged = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    for i in tl.static_range(NUM_SPLITS):
+        share = tl.exp2(lses[i] - top)
+        total += share
+        merged += parts[i].to(tl.float32) * share[:, None]
+    return merged / total[:, None]
 
 
 @triton.jit
@@ -179,8 +188,8 @@ def attention_kernel(
     end = tl.minimum(begin + per_split, extent)
     key_ptr = kv_ptr + kv_head * head_stride
     value_ptr = key_ptr + kv_stride
+    prefetch_keys(key_ptr, value_ptr, begin, end, HEAD_DIM, BLOCK_S)  # while the queries are loaded
     if LAUNCH != "plain":
-        prefetch_keys(key_ptr, value_ptr, begin, end, HEAD_DIM, BLOCK_S)
         gdc_wait()
     if split < num_parts:
         lse_offsets = tokens * NUM_HEADS + heads
@@ -192,7 +201,7 @@ def attention_kernel(
         )  # fmt: skip
         if LAUNCH == "late":
             gdc_launch_dependents()
-        if num_parts == 1:
+        if NUM_SPLITS == 1 or num_parts == 1:
             tl.store(out_ptr + offsets, out.to(out_ptr.dtype.element_ty), mask=row_mask)
         else:
             part_stride = num_tokens * NUM_HEADS

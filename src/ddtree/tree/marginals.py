@@ -47,8 +47,14 @@ class DraftMarginals:
             tokens, log_probs, _ = top_tokens(logits.reshape(-1, logits.shape[-1]), topk)
             shape = (*logits.shape[:-1], topk)
             return DraftMarginals(tokens.view(shape), log_probs.view(shape))
-        chunks = _chunk(logits)  # [bs, L, C, CHUNK_TOKENS]
-        return _select(chunks, *_sum_rows(chunks), topk)
+        return marginals_torch(logits, topk)
+
+
+def marginals_torch(logits: Tensor, topk: int, log_sum: Tensor | None = None) -> DraftMarginals:
+    """`from_logits` in torch, for 1 <= topk <= V and, where given, the rows' `log_sum` [bs, L, 1]."""
+    chunks = _chunk(logits)  # [bs, L, C, CHUNK_TOKENS]
+    chunk_max, row_max, own_log_sum = _sum_rows(chunks)
+    return _select(chunks, chunk_max, row_max, own_log_sum if log_sum is None else log_sum, topk)
 
 
 def _fits_triton(logits: Tensor, topk: int) -> bool:

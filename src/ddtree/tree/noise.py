@@ -70,6 +70,11 @@ def draw(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         from ddtree.tree.triton_draw import draw_triton
 
         return draw_triton(log_probs, seeds, positions)
+    return draw_torch(log_probs, seeds, positions)
+
+
+def draw_torch(log_probs: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """`draw` in torch, with noise [..., V] float64."""
     tokens = torch.arange(log_probs.shape[-1], device=log_probs.device)
     return keyed_gumbel(seeds, positions, tokens).add_(log_probs).argmax(-1)
 
