@@ -1,9 +1,10 @@
 """Time of the fused decoder stack on one GPU, with random weights of SmolLM2-135M's shapes.
 
-First the Triton stack is held against the plain one (hidden states, taps, cache; bf16 and fp32); a
-mismatch ends the run with exit 1. Then CUDA graphs are timed: whole stack, whole step (stack, final
-norm, head, argmax), a 4-layer draft pass, time per kernel, and a few tiles per kernel and width.
-Figures are medians of replays; the 269 MB of weights are more than the L2, so they come from memory.
+First the Triton stack is held against the plain one (hidden states, taps, cache; bf16 and fp32, every
+launch mode); a mismatch ends the run with exit 1. Then tiles are searched: each kernel alone, launched
+once for each of 30 layers in a CUDA graph so that weights come from memory (269 MB are more than the L2),
+over lists of tiles that a pool of processes compiles first. Last the whole stack, with the tiles of the
+table and with the best found, in each launch mode. The table to paste stands at the end.
 
     PYTHONPATH=src python benchmarks/bench_decoder_gpu.py --output results/decoder_gpu.json
 """
@@ -11,382 +12,328 @@ Figures are medians of replays; the 269 MB of weights are more than the L2, so t
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import statistics
+import os
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, get_args
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, rms_norm
-from ddtree.layers.linear import GateUp, Linear
-from ddtree.layers.rotary import RotaryTable
+from ddtree.layers.decoder import rms_norm
 from ddtree.layers.triton_argmax import argmax_rows
 from ddtree.layers.triton_decoder import TritonDecoderStack
-from ddtree.layers.triton_tiles import StackTiles, Tile, tiles_for
-from ddtree.layers.window import Window
+from ddtree.layers.triton_tiles import Launch, StackTiles, Tile, tiles_for
+from decoder_kit import (
+    CAPACITY,
+    DEVICE,
+    EPS,
+    HEAD_DIM,
+    HIDDEN,
+    INTERMEDIATE,
+    KERNELS,
+    Case,
+    CompilePool,
+    KernelBench,
+    build,
+    graph_us,
+    random_kv,
+    usual_window,
+)
 
-HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 576, 1536, 9, 3, 64
-NUM_LAYERS, VOCAB, CAPACITY, EPS = 30, 49152, 2048, 1e-5
+NUM_LAYERS, VOCAB = 30, 49152
 WIDTHS = (1, 16, 17, 33, 65, 129)
-DEVICE = torch.device("cuda")
-
-ONE_ROW_TILES = {
-    "qkv": (Tile(1, 8, 1024, 4, 1), Tile(1, 8, 1024, 8, 1), Tile(1, 16, 1024, 8, 1)),
-    "out": (Tile(1, 4, 1024, 4, 1), Tile(1, 8, 1024, 8, 1), Tile(1, 4, 1024, 8, 1)),
-    "gate_up": (Tile(1, 16, 1024, 4, 1), Tile(1, 16, 1024, 8, 1), Tile(1, 32, 1024, 8, 1)),
-    "down": (Tile(1, 4, 512, 4, 1), Tile(1, 4, 2048, 4, 1), Tile(1, 8, 2048, 8, 1)),
+IN_FEATURES = {
+    "qkv": HIDDEN,
+    "qkv_whole_heads": HIDDEN,
+    "out": HIDDEN,
+    "gate_up": HIDDEN,
+    "down": INTERMEDIATE,
 }
-ROWS_TILES = {
-    "qkv": (Tile(16, 16, 64, 4, 5), Tile(32, 16, 64, 4, 5), Tile(16, 16, 128, 4, 5), Tile(16, 32, 128, 4, 5)),
-    "out": (Tile(16, 16, 64, 4, 5), Tile(16, 16, 128, 4, 5), Tile(32, 16, 128, 4, 5), Tile(16, 16, 64, 2, 8)),
-    "gate_up": (
-        Tile(16, 32, 64, 4, 5),
-        Tile(32, 32, 64, 4, 5),
-        Tile(16, 32, 128, 4, 5),
-        Tile(32, 64, 64, 4, 5),
-    ),
-    "down": (
-        Tile(16, 16, 128, 4, 5),
-        Tile(16, 16, 256, 4, 5),
-        Tile(32, 16, 128, 4, 5),
-        Tile(16, 16, 128, 8, 6),
-    ),
-}
-# (attention tile, key splits, out tile that merges them)
-ONE_ROW_ATTENTION = (
-    (Tile(16, 64, 0, 4, 2), 4, Tile(1, 4, 1024, 4, 1)),
-    (Tile(16, 64, 0, 4, 2), 8, Tile(1, 4, 1024, 4, 1)),
-    (Tile(16, 128, 0, 4, 2), 4, Tile(1, 4, 1024, 4, 1)),
-    (Tile(16, 32, 0, 2, 2), 16, Tile(1, 8, 1024, 8, 1)),
-)
-ROWS_ATTENTION = (
-    (Tile(16, 64, 0, 4, 2), 1, Tile(16, 16, 64, 4, 5)),
-    (Tile(16, 64, 0, 4, 3), 1, Tile(16, 16, 64, 4, 5)),
-    (Tile(16, 128, 0, 8, 2), 1, Tile(16, 16, 64, 4, 5)),
-    (Tile(32, 64, 0, 4, 2), 1, Tile(16, 16, 64, 4, 5)),
-    (Tile(16, 64, 0, 4, 2), 2, Tile(16, 16, 64, 4, 3)),
-    (Tile(16, 64, 0, 4, 2), 4, Tile(16, 16, 256, 8, 2)),
-)
+MAX_SHARED_BYTES = 200_000
+LAUNCHES: tuple[Launch, ...] = get_args(Launch)
+Choice = tuple[Tile, int]  # and, for attention, its key splits
 
 
-def build(
-    num_layers: int, dtype: torch.dtype, *, head_norm: bool
-) -> tuple[DecoderSpec, list[DecoderLayer], RotaryTable]:
-    """Random layers of SmolLM2's widths; scaled so that activations keep their size."""
-    torch.manual_seed(0)
-
-    def weight(rows: int, cols: int) -> Linear:
-        return Linear((torch.randn(rows, cols, device=DEVICE) * cols**-0.5).to(dtype))
-
-    def norm(features: int) -> Tensor:
-        return (1 + 0.1 * torch.randn(features, device=DEVICE)).to(dtype)
-
-    layers = [
-        DecoderLayer(
-            input_norm=norm(HIDDEN),
-            qkv=weight((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN),
-            q_norm=norm(HEAD_DIM) if head_norm else None,
-            k_norm=norm(HEAD_DIM) if head_norm else None,
-            out=weight(HIDDEN, NUM_HEADS * HEAD_DIM),
-            post_norm=norm(HIDDEN),
-            gate_up=GateUp(weight(2 * INTERMEDIATE, HIDDEN).weight),
-            down=weight(HIDDEN, INTERMEDIATE),
-        )
-        for _ in range(num_layers)
+def check_cases() -> list[Case]:
+    """Every mask, both dtypes, with and without head norms, each launch mode at the main widths."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    windows = [(1, 0, "causal"), (1, 1500, "causal"), (16, 200, "full"), (17, 1, "tree"), (33, 1500, "tree")]
+    more = [(1, 127, "tree"), (16, 0, "full"), (65, 200, "tree"), (129, 1500, "tree"), (129, 0, "tree")]
+    cases = [
+        Case(*window, dtype, norm, tiles_for(window[0], CAPACITY))
+        for window, dtype, norm in itertools.product(windows, (bf16, fp32), (False, True))
     ]
-    spec = DecoderSpec(NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, EPS, (None,) * num_layers)
-    inv_freq = 100000.0 ** (-torch.arange(0, HEAD_DIM, 2, device=DEVICE) / HEAD_DIM)
-    return spec, layers, RotaryTable(inv_freq, CAPACITY + 256, dtype)
+    cases += [Case(*window, bf16, False, tiles_for(window[0], CAPACITY)) for window in more]
+    for window, launch in itertools.product((windows[1], windows[2], windows[4], more[2]), LAUNCHES):
+        cases.append(Case(*window, bf16, False, replace(tiles_for(window[0], CAPACITY), launch=launch)))
+    return cases
 
 
-def make_window(n: int, prefix_len: int, mask_kind: str, kv_extent: int) -> Window:
-    """A window as inside a CUDA graph: `start` unknown to the host."""
-    mask, positions = None, torch.arange(n, device=DEVICE)
-    if mask_kind == "tree":
-        parents = [-1, *(int(torch.randint(0, i, (1,))) for i in range(1, n))]
-        seen, depths = torch.eye(n, dtype=torch.bool), [0] * n
-        for i in range(1, n):
-            seen[i] |= seen[parents[i]]
-            depths[i] = depths[parents[i]] + 1
-        mask, positions = seen.to(DEVICE), torch.tensor(depths, device=DEVICE)
-    elif mask_kind == "full":
-        mask = torch.ones(n, n, dtype=torch.bool, device=DEVICE)
-    return Window(prefix_len + positions, torch.tensor([prefix_len], device=DEVICE), kv_extent, mask, None)
+def projection_tiles(kernel: str, n: int) -> list[Tile]:
+    """Tiles to try for a projection at a window of n tokens."""
+    features = IN_FEATURES[kernel]
+    if n == 1:
+        shapes = [(bn, bk, w) for bn in (4, 8, 16, 32) for bk in (64, 128, 256, 512) for w in (1, 2, 4, 8)]
+        if kernel == "qkv_whole_heads":
+            shapes = [(HEAD_DIM, bk, w) for bk in (64, 128) for w in (4, 8, 16)]
+        fits = [s for s in shapes if s[0] * s[1] // (32 * s[2]) in (8, 16, 32)]
+        return [Tile(1, bn, bk, 1, w, 1) for bn, bk, w in fits if bn * bk * 4 >= 32 * w * 16]
+    block_ms = {16: (16,), 17: (16, 32), 33: (16, 32, 64), 65: (16, 32, 64), 129: (32, 64, 128)}
+    block_ns = (HEAD_DIM,) if kernel == "qkv_whole_heads" else (16, 32, 64)
+    steps = [(64, 4, 4), (128, 4, 4), (256, 4, 4), (128, 2, 4), (128, 4, 8), (256, 8, 8), (512, 8, 8)]
+    steps += [(64, 1, 4), (128, 1, 4), (128, 1, 8)]
+    tiles = []
+    for bm, bn, (bk, groups, warps) in itertools.product(block_ms[n], block_ns, steps):
+        if bm * bn * groups > 32 * warps * 64 or (groups == 1 and bm * bn < 1024):
+            continue  # accumulators would spill; or warps would stand idle
+        steps_needed = triton.cdiv(features, bk)
+        fitting = MAX_SHARED_BYTES // ((bm + bn) * bk * 2)
+        for stages in sorted({min(steps_needed + 1, fitting + 1, 13), min(4, steps_needed + 1)}):
+            if (stages - 1) * (bm + bn) * bk * 2 <= MAX_SHARED_BYTES:
+                tiles.append(Tile(bm, bn, bk, groups, warps, stages))
+    return tiles
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    difference: Tensor = (actual.double() - expected.double()).norm() / expected.double().norm()
-    return float(difference)
-
-
-def check(
-    stack: TritonDecoderStack, n: int, prefix_len: int, mask_kind: str, limits: tuple[float, float]
-) -> list[str]:
-    """Compare one pass of both stacks; returns what is out of bounds.
-
-    `limits` bounds the relative error of the last hidden states and of the first layer's.
-    """
-    dtype, taps = stack.rotary.cos.dtype, (0, len(stack.layers) - 1)
-    torch.manual_seed(n * 7919 + prefix_len)
-    window = make_window(n, prefix_len, mask_kind, CAPACITY)
-    hidden = torch.randn(n, HIDDEN, device=DEVICE).to(dtype)
-    kv = torch.randn(len(stack.layers), 2, NUM_KV_HEADS, CAPACITY, HEAD_DIM, device=DEVICE).to(dtype)
-    reference_kv, before = kv.clone(), hidden.clone()
-    reference = DecoderStack(stack.spec, stack.layers, stack.rotary)
-    expected, expected_taps = reference.forward(hidden, window, reference_kv, taps)
-    actual, actual_taps = stack.forward(hidden, window, kv, taps)
-    assert expected_taps is not None
-    assert actual_taps is not None
-    inside = slice(prefix_len, prefix_len + n)
-    errors = {
-        "hidden": (relative_error(actual, expected), limits[0]),
-        "first tap": (relative_error(actual_taps[:, :HIDDEN], expected_taps[:, :HIDDEN]), limits[1]),
-        "last tap": (relative_error(actual_taps[:, HIDDEN:], expected_taps[:, HIDDEN:]), limits[0]),
-        "cache layer 0": (relative_error(kv[0, :, :, inside], reference_kv[0, :, :, inside]), limits[1]),
-        "cache": (relative_error(kv[..., inside, :], reference_kv[..., inside, :]), limits[0]),
-    }
-    case = f"n={n} prefix={prefix_len} mask={mask_kind} {dtype}"
-    failures = [
-        f"{case}: {name} off by {e:.2e} > {top:.0e}" for name, (e, top) in errors.items() if not e <= top
-    ]
-    kv[..., inside, :] = reference_kv[..., inside, :]
-    if not torch.equal(kv, reference_kv) or not torch.equal(hidden, before):
-        failures.append(f"{case}: wrote outside of the window's slots or its input")
-    print(case, " ".join(f"{name} {e:.1e}" for name, (e, _) in errors.items()), flush=True)
-    return failures
-
-
-def check_all() -> list[str]:
-    """Every mask at several widths and prefixes; few layers, since bf16 noise grows with depth."""
-    failures = []
-    for dtype, limits in ((torch.float32, (2e-5, 2e-5)), (torch.bfloat16, (2e-2, 1e-2))):
-        cases = [
-            (1, 0, "causal"),
-            (1, 1500, "causal"),
-            (16, 200, "full"),
-            (17, 1, "tree"),
-            (33, 1500, "tree"),
+def attention_choices(n: int) -> list[Choice]:
+    """Tiles and key splits to try for attention."""
+    shapes = [(64, 4, 4), (128, 4, 4), (64, 2, 2), (128, 8, 8), (256, 8, 8)]
+    block_ms = (16,) if n <= 16 else (16, 32)
+    choices = []
+    for bm, (bs, groups, warps), splits in itertools.product(block_ms, shapes, (1, 2, 4, 8, 16)):
+        if bm == 32 and (warps == 2 or (bs, warps) == (128, 4)):
+            continue  # spills
+        choices += [
+            (Tile(bm, bs, 0, groups, warps, stages), splits) for stages in ((1, 3) if splits < 4 else (2,))
         ]
-        if dtype == torch.bfloat16:
-            cases += [
-                (1, 1, "causal"),
-                (1, 200, "tree"),
-                (16, 0, "full"),
-                (65, 200, "tree"),
-                (129, 1500, "tree"),
-            ]
-            cases += [(17, 0, "causal"), (129, 0, "tree")]
-        for head_norm in (False, True):
-            stack = TritonDecoderStack(*build(3, dtype, head_norm=head_norm))
-            for n, prefix_len, mask_kind in cases[: None if not head_norm else 4]:
-                failures += check(stack, n, prefix_len, mask_kind, limits)
-    logits = torch.randn(65, VOCAB, device=DEVICE).bfloat16()
-    best = argmax_rows(logits)
-    if not torch.equal(logits.gather(1, best[:, None])[:, 0], logits.amax(1)):
-        failures.append("argmax_rows does not point at the largest logit")
-    return failures
+    return choices
 
 
-def graph_us(run: Callable[[], object], repeats: int = 9, replays: int = 20) -> float:
-    """Median microseconds of one replay of `run` captured in a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    for _ in range(5):
-        graph.replay()
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / replays)
-    return statistics.median(times)
+def choices_for(kernel: str, n: int) -> list[Choice]:
+    """All to try, the table's own among them."""
+    table = tiles_for(n, CAPACITY)
+    own = (getattr(table, kernel), table.num_splits)
+    if kernel == "attention":
+        return [own, *(choice for choice in attention_choices(n) if choice != own)]
+    tiles = projection_tiles(kernel, n)
+    return [own, *((tile, table.num_splits) for tile in tiles if tile != own[0])]
 
 
-class Bench:
-    """Weights, cache and inputs that all timings share."""
-
-    def __init__(self) -> None:
-        self.parts = build(NUM_LAYERS, torch.bfloat16, head_norm=False)
-        self.kv = torch.randn(NUM_LAYERS, 2, NUM_KV_HEADS, CAPACITY, HEAD_DIM, device=DEVICE).bfloat16()
-        self.embedding = (torch.randn(VOCAB, HIDDEN, device=DEVICE) * HIDDEN**-0.5).bfloat16()
-        self.final_norm = torch.ones(HIDDEN, device=DEVICE).bfloat16()
-
-    def inputs(self, n: int, prefix_len: int) -> tuple[Tensor, Window]:
-        kind = "causal" if n == 1 else "full" if n == 16 else "tree"
-        return torch.randn(n, HIDDEN, device=DEVICE).bfloat16(), make_window(n, prefix_len, kind, CAPACITY)
-
-    def stack_us(self, n: int, prefix_len: int, tiles: StackTiles, *, pdl: bool = True) -> float:
-        stack = TritonDecoderStack(*self.parts, tiles=lambda num_tokens, kv_extent: tiles)
-        stack.pdl = stack.pdl and pdl
-        hidden, window = self.inputs(n, prefix_len)
-        return graph_us(lambda: stack.forward(hidden, window, self.kv))
-
-    def reference_us(self, n: int, prefix_len: int) -> float:
-        hidden, window = self.inputs(n, prefix_len)
-        stack = DecoderStack(*self.parts)
-        return graph_us(lambda: stack.forward(hidden, window, self.kv), repeats=3, replays=5)
-
-    def step_us(self, n: int, prefix_len: int, tiles: StackTiles) -> float:
-        stack = TritonDecoderStack(*self.parts, tiles=lambda num_tokens, kv_extent: tiles)
-        hidden, window = self.inputs(n, prefix_len)
-        return graph_us(lambda: argmax_rows(self.head(stack.forward(hidden, window, self.kv)[0])))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return F.linear(rms_norm(hidden, self.final_norm, EPS), self.embedding)
-
-    def draft_us(self, tiles: StackTiles) -> tuple[float, float]:
-        """A 4-layer pass of 16 tokens with head norms: with and without the head."""
-        stack = TritonDecoderStack(*build(4, torch.bfloat16, head_norm=True), tiles=lambda n, extent: tiles)
-        hidden, window = self.inputs(16, 300)
-        bare = graph_us(lambda: stack.forward(hidden, window, self.kv[:4]))
-        return graph_us(lambda: self.head(stack.forward(hidden, window, self.kv[:4])[0])), bare
-
-    def head_us(self, n: int) -> dict[str, float]:
-        hidden = torch.randn(n, HIDDEN, device=DEVICE).bfloat16()
-        logits = self.head(hidden)
-        return {
-            "norm_and_head": graph_us(lambda: self.head(hidden)),
-            "argmax_torch": graph_us(lambda: logits.argmax(-1)),
-            "argmax_rows": graph_us(lambda: argmax_rows(logits)),
-        }
-
-    def kernels_us(self, n: int, prefix_len: int, tiles: StackTiles) -> dict[str, float]:
-        """Profiled microseconds of each kernel, without dependent launch so that none counts its wait."""
-        stack = TritonDecoderStack(*self.parts, tiles=lambda num_tokens, kv_extent: tiles)
-        stack.pdl = False
-        hidden, window = self.inputs(n, prefix_len)
-        stack.forward(hidden, window, self.kv)
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            stack.forward(hidden, window, self.kv)
-            torch.cuda.synchronize()
-        times = defaultdict(list)
-        position: dict[str, int] = defaultdict(int)
-        for event in sorted(profiler.events(), key=lambda e: e.time_range.start):
-            if event.device_type.name == "CUDA" and event.name.endswith("_kernel"):
-                position[event.name] += 1
-                part = ""
-                if event.name == "project_add_kernel":
-                    part = (" down", " out")[position[event.name] % 2]
-                times[event.name + part].append(event.time_range.elapsed_us())
-        return {name: statistics.median(values) for name, values in times.items()}
-
-
-def search(bench: Bench, n: int, prefix_len: int, deadline: float) -> tuple[StackTiles, dict[str, float]]:
-    """Best tile of each kernel in turn, the others as they are best so far."""
-    best = tiles_for(n, CAPACITY)
-    best_us = bench.stack_us(n, prefix_len, best)
-    tried = {"table": best_us}
-
-    def attempt(label: str, tiles: StackTiles) -> None:
-        nonlocal best, best_us
-        if time.perf_counter() > deadline:
-            tried.setdefault("out of time at " + label, 0.0)
-            return
-        tried[label] = bench.stack_us(n, prefix_len, tiles)
-        if tried[label] < best_us:
-            best, best_us = tiles, tried[label]
-
-    for attention, num_splits, out in ONE_ROW_ATTENTION if n == 1 else ROWS_ATTENTION:
-        tiles = replace(best, attention=attention, num_splits=num_splits, out=out)
-        attempt(f"attention {show(attention)} splits {num_splits} out {show(out)}", tiles)
-    for name, options in (ONE_ROW_TILES if n == 1 else ROWS_TILES).items():
-        if name == "out" and best.num_splits > 1 and n > 1:
-            continue
-        for tile in options:
-            attempt(f"{name} {show(tile)}", with_tile(best, name, tile))
-    return best, tried
-
-
-def with_tile(tiles: StackTiles, name: str, tile: Tile) -> StackTiles:
-    changes: dict[str, Any] = {name: tile}
+def with_choice(tiles: StackTiles, kernel: str, choice: Choice) -> StackTiles:
+    changes: dict[str, Any] = {kernel: choice[0]}
+    if kernel == "attention":
+        changes["num_splits"] = choice[1]
     return replace(tiles, **changes)
 
 
-def show(tile: Tile) -> str:
-    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}/w{tile.num_warps}s{tile.num_stages}"
+def show(kernel: str, choice: Choice) -> str:
+    tile = choice[0]
+    splits = f"/splits{choice[1]}" if kernel == "attention" else ""
+    shape = f"{tile.block_m}x{tile.block_n}x{tile.block_k}"
+    return f"{shape}/g{tile.k_groups}w{tile.num_warps}s{tile.num_stages}{splits}"
 
 
-def measure(
-    bench: Bench, widths: Sequence[int], prefixes: Sequence[int], deadline: float
-) -> dict[str, object]:
-    rows: dict[str, object] = {}
-    for n in widths:
-        table = tiles_for(n, CAPACITY)
-        row: dict[str, object] = {"head": bench.head_us(n)}
+class Search:
+    """Times each kernel alone and keeps the best tile of each width."""
+
+    def __init__(self, bench: KernelBench, pool: CompilePool, prefixes: Sequence[int], log: TextIO) -> None:
+        self.bench, self.pool, self.prefixes, self.log = bench, pool, prefixes, log
+        self.faults: dict[tuple[str, Tile, int], str | None] = {}
+
+    def compile(self, kernels: Sequence[str], widths: Sequence[int]) -> None:
+        """Compile every candidate once: a binary serves all widths of one mask kind."""
+        wanted: dict[tuple[str, Tile, int, bool], tuple[str, int, StackTiles]] = {}
+        for kernel, n in itertools.product(kernels, widths):
+            plain = replace(tiles_for(n, CAPACITY), launch="plain")
+            for choice in choices_for(kernel, n):
+                key = (kernel, *choice, n == 1)
+                wanted.setdefault(key, (kernel, n, with_choice(plain, kernel, choice)))
+        for key, fault in zip(wanted, self.pool.compile(list(wanted.values())), strict=True):
+            self.faults[key[:3]] = fault
+            if fault is not None:
+                print(f"cannot run {key[0]} {show(key[0], key[1:3])}: {fault}", file=self.log)
+
+    def best(self, kernel: str, n: int, deadline: float) -> tuple[Choice, dict[str, float]]:
+        """The best choice, and microseconds of it and of the table's at each prefix."""
+        plain = replace(tiles_for(n, CAPACITY), launch="plain")
+        prefixes = self.prefixes if kernel == "attention" else self.prefixes[:1]
+        times: dict[Choice, list[float]] = {}
+        for choice in choices_for(kernel, n):
+            if self.faults.get((kernel, *choice)) is not None or (times and time.perf_counter() > deadline):
+                continue
+            tiles = with_choice(plain, kernel, choice)
+            times[choice] = [
+                graph_us(self.bench.launcher(kernel, n, prefix_len, tiles), 3, 5) / NUM_LAYERS
+                for prefix_len in prefixes
+            ]
+        # Attention: a short prefix counts twice, a long one once.
+        ranked = sorted(times, key=lambda choice: 2 * times[choice][0] + times[choice][-1])
+        for choice in ranked:
+            figures = " ".join(f"{us:6.2f}" for us in times[choice])
+            print(f"n={n} {kernel:16s} {figures} us  {show(kernel, choice)}", file=self.log, flush=True)
+        own = choices_for(kernel, n)[0]
+        figures = {f"best@{p}": us for p, us in zip(prefixes, times[ranked[0]], strict=True)}
+        if own in times:
+            figures |= {f"table@{p}": us for p, us in zip(prefixes, times[own], strict=True)}
+        return ranked[0], figures
+
+
+def head_us(n: int) -> dict[str, float]:
+    """Final norm with head, and both ways to take an argmax."""
+    embedding = (torch.randn(VOCAB, HIDDEN, device=DEVICE) * HIDDEN**-0.5).bfloat16()
+    hidden, norm = (
+        torch.randn(n, HIDDEN, device=DEVICE).bfloat16(),
+        torch.ones(HIDDEN, device=DEVICE).bfloat16(),
+    )
+    logits = F.linear(hidden, embedding)
+    return {
+        "norm_and_head": graph_us(lambda: F.linear(rms_norm(hidden, norm, EPS), embedding)),
+        "argmax_torch": graph_us(lambda: logits.argmax(-1)),
+        "argmax_rows": graph_us(lambda: argmax_rows(logits)),
+    }
+
+
+def draft_us(tiles: StackTiles) -> tuple[float, float]:
+    """A 4-layer pass of 16 tokens with head norms: with and without final norm and head."""
+    stack = TritonDecoderStack(*build(4, torch.bfloat16, head_norm=True), tiles=lambda n, kv_extent: tiles)
+    hidden, window, kv = (
+        torch.randn(16, HIDDEN, device=DEVICE).bfloat16(),
+        usual_window(16, 300),
+        random_kv(4, torch.bfloat16),
+    )
+    embedding = (torch.randn(VOCAB, HIDDEN, device=DEVICE) * HIDDEN**-0.5).bfloat16()
+    norm = torch.ones(HIDDEN, device=DEVICE).bfloat16()
+
+    def with_head() -> Tensor:
+        return F.linear(rms_norm(stack.forward(hidden, window, kv)[0], norm, EPS), embedding)
+
+    return graph_us(with_head), graph_us(lambda: stack.forward(hidden, window, kv))
+
+
+def stack_rows(
+    bench: KernelBench, pool: CompilePool, tiles_of: dict[str, dict[int, StackTiles]], prefixes: Sequence[int]
+) -> dict[str, dict[str, float]]:
+    """Microseconds of the whole stack: tiles by name and width, in each launch mode at each prefix."""
+    variants = [
+        (name, n, replace(tiles, launch=launch))
+        for name, by_width in tiles_of.items()
+        for n, tiles in by_width.items()
+        for launch in LAUNCHES
+    ]
+    pool.compile([("stack", n, tiles) for _, n, tiles in variants])
+    rows: dict[str, dict[str, float]] = {}
+    for name, n, tiles in variants:
+        row = rows.setdefault(f"{name} n={n}", {})
         for prefix_len in prefixes:
-            row[f"stack_us@{prefix_len}"] = bench.stack_us(n, prefix_len, table)
-            row[f"step_us@{prefix_len}"] = bench.step_us(n, prefix_len, table)
-        row["stack_without_pdl_us"] = bench.stack_us(n, prefixes[0], table, pdl=False)
-        row["reference_us"] = bench.reference_us(n, prefixes[0])
-        row["kernels_us"] = {f"@{p}": bench.kernels_us(n, p, table) for p in prefixes}
-        print(f"n={n}", json.dumps(row), flush=True)
-        rows[str(n)] = row
-    for n in widths:
-        best, tried = search(bench, n, prefixes[0], deadline)
-        print(f"\nn={n} tiles at prefix {prefixes[0]}, whole-stack us:")
-        for label, us in tried.items():
-            print(f"  {us:8.1f}  {label}")
-        row = {f"best_us@{p}": bench.stack_us(n, p, best) for p in prefixes}
-        print(f"  best {best}\n  {row}", flush=True)
-        rows[f"search {n}"] = {"tried_us": tried, "best": str(best), **row}
+            row[f"{tiles.launch}@{prefix_len}"] = graph_us(bench.stack_launcher(n, prefix_len, tiles))
     return rows
+
+
+def fastest_launch(row: dict[str, float], prefix_len: int) -> Launch:
+    return min(LAUNCHES, key=lambda launch: row[f"{launch}@{prefix_len}"])
+
+
+def paste(n: int, tiles: StackTiles) -> str:
+    """Source of a table entry."""
+    lines = [f"# up to {n} tokens", "StackTiles("]
+    for kernel in KERNELS:
+        tile: Tile = getattr(tiles, kernel)
+        fields = (tile.block_m, tile.block_n, tile.block_k, tile.k_groups, tile.num_warps, tile.num_stages)
+        lines.append(f"    {kernel}=Tile{fields},")
+    return "\n".join([*lines, f'    num_splits={tiles.num_splits}, launch="{tiles.launch}",', ")"])
+
+
+def search_tiles(
+    search: Search, widths: Sequence[int], seconds: float
+) -> tuple[dict[int, StackTiles], dict[str, dict[str, float]]]:
+    """Best tiles of each width, and the figures of each kernel."""
+    found: dict[int, StackTiles] = {}
+    figures: dict[str, dict[str, float]] = {}
+    start, pairs = time.perf_counter(), [(n, kernel) for n in widths for kernel in KERNELS]
+    for i, (n, kernel) in enumerate(pairs):
+        found.setdefault(n, tiles_for(n, CAPACITY))
+        if kernel == "qkv_whole_heads" and n != 16:
+            continue
+        deadline = start + seconds * (i + 1) / len(pairs)
+        choice, figures[f"n={n} {kernel}"] = search.best(kernel, n, deadline)
+        found[n] = with_choice(found[n], kernel, choice)
+        row = " ".join(f"{name} {us:.2f}" for name, us in figures[f"n={n} {kernel}"].items())
+        print(f"n={n:3d} {kernel:16s} {row}  {show(kernel, choice)}", flush=True)
+    return found, figures
+
+
+def run(args: argparse.Namespace, pool: CompilePool, log: TextIO) -> dict[str, Any] | None:
+    """Everything there is to measure, or None where the check fails."""
+    start = time.perf_counter()
+    lines, failures = pool.checks(check_cases())
+    print("\n".join(lines), file=log, flush=True)
+    print(f"{len(lines)} checks, {len(failures)} failed, {time.perf_counter() - start:.0f} s", flush=True)
+    if failures:
+        print("\n".join(failures[:20]))
+        return None
+    if args.check_only:
+        return {}
+    bench = KernelBench(NUM_LAYERS)
+    search = Search(bench, pool, args.prefixes, log)
+    search.compile(KERNELS, args.widths)
+    print(f"{len(search.faults)} candidates compiled, {time.perf_counter() - start:.0f} s", flush=True)
+    found, kernels = search_tiles(search, args.widths, args.search_s)
+    print(f"searched, {time.perf_counter() - start:.0f} s", flush=True)
+    table = {n: tiles_for(n, CAPACITY) for n in args.widths}
+    rows = stack_rows(bench, pool, {"table": table, "best": found}, args.prefixes)
+    for n in args.widths:
+        found[n] = replace(found[n], launch=fastest_launch(rows[f"best n={n}"], args.prefixes[0]))
+    result: dict[str, Any] = {"kernels_us": kernels, "stack_us": rows}
+    result["head_us"] = {n: head_us(n) for n in args.widths}
+    if 16 in found:
+        pool.compile([("stack", 16, found[16])])
+        result["draft_us"] = {"table": draft_us(table[16]), "best": draft_us(found[16])}
+    result["tiles"] = {n: str(tiles) for n, tiles in found.items()}
+    for n, tiles in found.items():
+        print(paste(n, tiles))
+    for name, row in rows.items():
+        print(f"{name:12s} " + " ".join(f"{label} {us:.0f}" for label, us in row.items()))
+    for n, row in result["head_us"].items():
+        print(f"head n={n}: " + " ".join(f"{label} {us:.1f}" for label, us in row.items()))
+    print(f"draft (with head, without): {result.get('draft_us')}, {time.perf_counter() - start:.0f} s")
+    return result
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="write the JSON here too")
-    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS))
+    parser.add_argument("--output", type=Path, help="write the JSON here, and a log of every tile beside it")
+    parser.add_argument("--widths", type=int, nargs="+", default=list(WIDTHS), choices=WIDTHS)
     parser.add_argument("--prefixes", type=int, nargs="+", default=[300, 1500])
-    parser.add_argument("--search-s", type=float, default=90.0, help="seconds the tile search may take")
+    parser.add_argument("--search-s", type=float, default=60.0, help="seconds the timing of tiles may take")
+    parser.add_argument("--workers", type=int, default=max(1, min(14, (os.cpu_count() or 2) - 1)))
     parser.add_argument("--check-only", action="store_true")
     args = parser.parse_args()
-    torch.backends.cuda.matmul.allow_tf32 = False
-    failures = check_all()
-    if failures:
-        print("\n".join(failures))
+    log_path = Path(os.devnull)
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        log_path = args.output.with_suffix(".log")
+    pool = CompilePool(args.workers)
+    with log_path.open("w", encoding="utf-8") as log, pool.executor:
+        result = run(args, pool, log)
+    if result is None:
         return 1
-    if args.check_only:
-        return 0
-    bench = Bench()
-    draft_us, draft_stack_us = bench.draft_us(tiles_for(16, CAPACITY))
-    print(
-        f"draft pass, 4 layers, n=16: {draft_us:.1f} us with head, {draft_stack_us:.1f} without", flush=True
-    )
-    result = {
+    result |= {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "command": " ".join(sys.argv),
-        "draft_us": draft_us,
-        "draft_stack_us": draft_stack_us,
-        "widths": measure(bench, args.widths, args.prefixes, time.perf_counter() + args.search_s),
     }
-    line = json.dumps(result)
+    result["command"] = " ".join(sys.argv)
     if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(line + "\n")
-    print(line)
+        args.output.write_text(json.dumps(result) + "\n", encoding="utf-8")
     return 0
 
 

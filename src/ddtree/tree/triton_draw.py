@@ -55,14 +55,15 @@ def draw_part_kernel(
     BLOCK: tl.constexpr,
 ):
     """The best of BLOCK tokens of row `program_id(1)`, by log-probability plus noise."""
-    part, row, num_parts = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(0)
+    part, num_parts = tl.program_id(0), tl.num_programs(0)
+    line, column = tl.program_id(1) // num_columns, tl.program_id(1) % num_columns
+    row = tl.program_id(1).to(tl.int64)
     tokens = part * BLOCK + tl.arange(0, BLOCK)
     log_probs = tl.load(log_probs_ptr + row * row_stride + tokens, mask=tokens < vocab, other=float("-inf"))
     log_probs = log_probs.to(tl.float64)
     best, token = tl.max(log_probs, 0), part * BLOCK
     # Where top-k or top-p has left nothing there is nothing to draw, and noise is dear.
     if best > float("-inf"):
-        line, column = row // num_columns, row % num_columns
         seed = tl.load(seeds_ptr + line * seed_stride + column * seed_column_stride)
         position = tl.load(positions_ptr + line * position_stride + column * position_column_stride)
         totals = log_probs + _gumbel(seed, position, tokens)
