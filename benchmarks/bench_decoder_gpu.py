@@ -176,8 +176,8 @@ class Search:
         # Attention: a short prefix counts twice, a long one once.
         ranked = sorted(times, key=lambda choice: 2 * times[choice][0] + times[choice][-1])
         for choice in ranked:
-            figures = " ".join(f"{us:6.2f}" for us in times[choice])
-            print(f"n={n} {kernel:16s} {figures} us  {show(kernel, choice)}", file=self.log, flush=True)
+            row = " ".join(f"{us:6.2f}" for us in times[choice])
+            print(f"n={n} {kernel:16s} {row} us  {show(kernel, choice)}", file=self.log, flush=True)
         own = choices_for(kernel, n)[0]
         figures = {f"best@{p}": us for p, us in zip(prefixes, times[ranked[0]], strict=True)}
         if own in times:

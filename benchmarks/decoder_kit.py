@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack
-from ddtree.layers.linear import Linear
+from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.triton_decoder import Buffers, TritonDecoderStack, WindowArgs
 from ddtree.layers.triton_tiles import StackTiles
@@ -33,8 +33,9 @@ def build(
     """Random layers of SmolLM2's widths; scaled so that activations keep their size."""
     torch.manual_seed(0)
 
-    def weight(rows: int, cols: int) -> Linear:
-        return Linear((torch.randn(rows, cols, device=DEVICE) * cols**-0.5).to(dtype))
+    def weight(rows: int, cols: int) -> Tensor:
+        values: Tensor = torch.randn(rows, cols, device=DEVICE) * cols**-0.5
+        return values.to(dtype)
 
     def norm(features: int) -> Tensor:
         return (1 + 0.1 * torch.randn(features, device=DEVICE)).to(dtype)
@@ -42,13 +43,13 @@ def build(
     layers = [
         DecoderLayer(
             input_norm=norm(HIDDEN),
-            qkv=weight((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN),
+            qkv=Linear(weight((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM, HIDDEN)),
             q_norm=norm(HEAD_DIM) if head_norm else None,
             k_norm=norm(HEAD_DIM) if head_norm else None,
-            out=weight(HIDDEN, NUM_HEADS * HEAD_DIM),
+            out=Linear(weight(HIDDEN, NUM_HEADS * HEAD_DIM)),
             post_norm=norm(HIDDEN),
-            gate_up=weight(2 * INTERMEDIATE, HIDDEN),
-            down=weight(HIDDEN, INTERMEDIATE),
+            gate_up=GateUp(weight(2 * INTERMEDIATE, HIDDEN)),
+            down=Linear(weight(HIDDEN, INTERMEDIATE)),
         )
         for _ in range(num_layers)
     ]

@@ -1,6 +1,6 @@
 """Draws the README's picture: the draft tree of one real round, as the terminal shows it.
 
-    python scripts/make_tree_picture.py --output docs/images/tree.svg
+python scripts/make_tree_picture.py --output docs/images/tree.svg
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ from ddtree import Engine, EngineConfig, Mode, Request, SamplingParams
 from ddtree.cli.tree_view import LEGEND, LongestPath, draw_tree
 from ddtree.config import Dtype
 
-PROMPT = "A baker makes 24 rolls and sells three quarters of them. How many rolls are left? Think step by step."
+PROMPT = (
+    "A baker makes 24 rolls and sells three quarters of them. How many rolls are left? Think step by step."
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--budget", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--output", type=Path, required=True)

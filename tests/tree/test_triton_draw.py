@@ -8,7 +8,12 @@ import os
 import pytest
 import torch
 
-from ddtree.tree.noise import draw, draw_torch, keyed_gumbel
+from ddtree.tree.noise import draw, draw_torch, keyed_gumbel, keyed_uniform
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from ddtree.tree.triton_draw import draw_triton, uniforms_of  # noqa: E402
 
 ATOL = 1e-12  # two totals this close may swap, since the logarithm's last bit is the device's
 
@@ -22,9 +27,22 @@ def log_probs_of(shape: tuple[int, ...], seed: int, share_dropped: float) -> tor
     return log_probs.masked_fill(dropped, float("-inf"))
 
 
-def check_draws(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, device: str) -> None:
-    from ddtree.tree.triton_draw import draw_triton
+@triton.jit
+def uniforms_kernel(keys_ptr, out_ptr, SIZE: tl.constexpr):
+    tokens = tl.arange(0, SIZE)
+    tl.store(out_ptr + tokens, uniforms_of(tl.load(keys_ptr), tl.load(keys_ptr + 1), tokens))
 
+
+def check_uniforms(device: str) -> None:
+    for seed, position in [(0, 0), (-1, 7), (2**63 - 1, 2**40), (-(2**63), 3)]:
+        keys = torch.tensor([seed, position], device=device)
+        out = torch.empty(256, dtype=torch.float64, device=device)
+        uniforms_kernel[(1,)](keys, out, SIZE=256)
+        expected = keyed_uniform(torch.tensor(seed), torch.tensor(position), torch.arange(256))
+        assert torch.equal(out.cpu(), expected)
+
+
+def check_draws(log_probs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, device: str) -> None:
     tokens = draw_triton(log_probs.to(device), seeds.to(device), positions.to(device)).cpu()
     expected = draw_torch(log_probs, seeds, positions)
     assert tokens.dtype == torch.int64
@@ -44,6 +62,7 @@ def check_shapes(device: str, vocab: int, width: int) -> None:
         check_draws(log_probs, seeds[:, None], positions, device)
         check_draws(log_probs[0], seeds[0].expand(width), positions[0], device)
         check_draws(log_probs[0], seeds[0], positions[0], device)
+        check_draws(log_probs, seeds[:, None], positions.T.contiguous().T, device)
         check_draws(log_probs[0, 0], seeds[0], positions[0, 0], device)
         check_draws(log_probs[None], seeds[None, :, None], positions[None], device)
     check_draws(log_probs_of((width, vocab), 3, 0.2).bfloat16(), seeds[0], positions[0], device)
@@ -59,12 +78,20 @@ def test_interpreted_draw_equals_torch(vocab):
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's own process")
 def test_interpreted_draw_gives_a_tie_to_the_lowest_id():
     """Uniforms have 52 bits, so real ties do not come up: an infinite log-probability makes one."""
-    from ddtree.tree.triton_draw import draw_triton
-
     log_probs = torch.zeros(2, 3000)
     log_probs[0, [1200, 1201, 2900]] = float("inf")
     log_probs[1] = float("-inf")
     assert draw_triton(log_probs, torch.tensor(1), torch.tensor(2)).tolist() == [1200, 0]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's own process")
+def test_interpreted_uniforms_follow_the_recipe():
+    check_uniforms("cpu")
+
+
+@pytest.mark.gpu
+def test_compiled_uniforms_follow_the_recipe():
+    check_uniforms("cuda")
 
 
 @pytest.mark.gpu
@@ -75,8 +102,6 @@ def test_compiled_draw_equals_torch(vocab):
 
 @pytest.mark.gpu
 def test_draw_on_cuda_uses_the_kernels_and_does_not_wait():
-    from ddtree.tree.triton_draw import draw_triton
-
     log_probs = log_probs_of((64, 49152), 1, 0.0).cuda()
     seeds, positions = torch.full((64,), 42, device="cuda"), torch.arange(64, device="cuda")
     expected = draw_triton(log_probs, seeds, positions)

@@ -166,6 +166,7 @@ def attention_kernel(
     HAS_MASK: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,  # 0 for full attention
     NUM_SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr,  # not in Triton's interpreter, which has no inline assembly
     LAUNCH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -188,7 +189,8 @@ def attention_kernel(
     end = tl.minimum(begin + per_split, extent)
     key_ptr = kv_ptr + kv_head * head_stride
     value_ptr = key_ptr + kv_stride
-    prefetch_keys(key_ptr, value_ptr, begin, end, HEAD_DIM, BLOCK_S)  # while the queries are loaded
+    if PREFETCH:
+        prefetch_keys(key_ptr, value_ptr, begin, end, HEAD_DIM, BLOCK_S)  # while the queries are loaded
     if LAUNCH != "plain":
         gdc_wait()
     if split < num_parts:

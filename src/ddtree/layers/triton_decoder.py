@@ -267,7 +267,8 @@ class TritonDecoderStack(DecoderStack):
             buffers.attention, buffers.parts, buffers.lse, self._arrivals,
             n, kv.stride(0), kv.stride(1), spec.head_dim**-0.5 * math.log2(math.e),
             spec.num_heads, spec.num_kv_heads, spec.head_dim, args.has_mask, spec.sliding_windows[i] or 0,
-            tiles.num_splits, self._launch_mode(tiles.launch), tile.block_m, tile.block_n, tile.k_groups,
+            tiles.num_splits, kv.is_cuda, self._launch_mode(tiles.launch),
+            tile.block_m, tile.block_n, tile.k_groups,
             **self._launch_options(tile, tiles.launch),
         )  # fmt: skip
 

@@ -30,12 +30,12 @@ def _mix(words):
 
 
 @triton.jit
-def _gumbel(seed, position, tokens):
+def uniforms_of(seed, position, tokens):
+    """`noise.keyed_uniform` of one seed and position, bit for bit."""
     key = _mix(_mix(seed.to(tl.uint64) + STEP) ^ position.to(tl.uint64))
     words = _mix(key + (tokens + 1).to(tl.uint64) * STEP)
     # Both steps are exact: a float64 in [1, 2), then the middle of its step in (0, 1).
-    uniforms = ((words >> 12) | ONE_BITS).to(tl.float64, bitcast=True) - 1.0 + 1.1102230246251565e-16
-    return 0.0 - tl.log(0.0 - tl.log(uniforms))
+    return ((words >> 12) | ONE_BITS).to(tl.float64, bitcast=True) - 1.0 + 1.1102230246251565e-16
 
 
 @triton.jit
@@ -66,7 +66,8 @@ def draw_part_kernel(
     if best > float("-inf"):
         seed = tl.load(seeds_ptr + line * seed_stride + column * seed_column_stride)
         position = tl.load(positions_ptr + line * position_stride + column * position_column_stride)
-        totals = log_probs + _gumbel(seed, position, tokens)
+        noise = 0.0 - tl.log(0.0 - tl.log(uniforms_of(seed, position, tokens)))
+        totals = noise + log_probs
         best, place = tl.max(totals, 0, return_indices=True)
         token += place
     tl.store(best_ptr + row * num_parts + part, best)

@@ -1,0 +1,163 @@
+"""Writes docs/benchmarks.md from the JSON files under results/: no figure there is typed by hand.
+
+python scripts/make_benchmark_docs.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "results", ROOT / "docs" / "benchmarks.md"
+Results = dict[str, Any]
+
+INTRODUCTION = """# Benchmarks
+
+Made by `scripts/make_benchmark_docs.py` from the JSON files under `results/`; each holds the machine,
+the versions, the command and every figure. The target is SmolLM2-135M-Instruct dequantised from a Q4_1
+file (not the original weights), the drafter the one that ships. Speeds are measured side by side in one
+run, arms interleaved, after a warm-up; "plain" is this engine's own plain decoding. A 135M model in
+bfloat16 has many near ties, so there texts part between modes without a fault; losslessness is shown in
+float32, where they must not."""
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def conditions(results: Results) -> str:
+    """Machine, versions and command of a run, in one paragraph."""
+    made = results["provenance"]
+    machine, packages = made["machine"], made["packages"]
+    gpus = ", ".join(machine.get("gpus", []))
+    where = gpus or f"{machine['cpu']}, {machine['cores']} cores"
+    versions = ", ".join(
+        f"{name} {packages[name]}" for name in ("torch", "triton", "transformers") if packages[name]
+    )
+    return f"{where}; {versions}; {made['time_utc'][:10]}; `python {made['command']}`"
+
+
+def engine_speed(results: Results) -> Iterator[str]:
+    dtype = results["dtype"].removeprefix("torch.")
+    yield f"{dtype}, greedy, {results['prompts']} prompts a set, {results['max_tokens']} new tokens."
+    if "verify_ms" in results:
+        widths = list(next(iter(results["verify_ms"].values())))
+        rows = [[name, *row.values()] for name, row in results["verify_ms"].items()]
+        yield table(["verify pass of … tokens after 200, ms, eager", *widths], rows)
+    rows = [
+        [name, arm, row["tokens_per_s"], row["ratio_to_plain"], row["accept_length"], row["round_ms"]]
+        for name, arms in results["sets"].items()
+        for arm, row in arms.items()
+    ]
+    yield table(["set", "mode", "tokens/s", "times plain", "accept length", "ms a round"], rows)
+
+
+def lossless(results: Results) -> Iterator[str]:
+    temperatures = sorted({row["temperature"] for row in results["rows"]})
+    prompts = len({row["prompt"] for row in results["rows"]})
+    yield (
+        f"Chain and trees of 4, 16, 64 and 256 nodes against plain decoding, token for token, {prompts} "
+        f"prompts at temperatures {', '.join(map(str, temperatures))}, one seed a prompt: "
+        f"**{results['texts_that_differ']} of "
+        f"{results['texts_compared']} texts differ.**"
+    )
+
+
+def sampling(results: Results) -> Iterator[str]:
+    yield (
+        f"{results['draws']:,} draws an option through the accept walk against the exact distribution: "
+        "G-test, smallest of the p-values of the first token and of the second after each child; the "
+        "limit is 1e-4 over their number. The planted "
+        "biased walk must fail."
+    )
+    rows = [
+        [
+            name,
+            len(row["p_values"]),
+            f"{min(row['p_values'].values()):.3f}",
+            f"{row['biased_walk_smallest_p']:.1g}",
+        ]
+        for name, row in results["options"].items()
+    ]
+    yield table(["option", "tests", "smallest p", "smallest p, biased walk"], rows)
+
+
+def acceptance(results: Results) -> Iterator[str]:
+    yield (
+        f"{results['dtype']}, {results['prompts']} prompts a set, {results['max_tokens']} new tokens. "
+        "Reference: the paper's heap on teacher-forced text; difference: paired bootstrap interval (95 %) of "
+        "engine less reference. Prototype: published with the drafter "
+        "(64 prompts, 256 tokens, another tokeniser conversion)."
+    )
+    rows = [
+        [
+            name, budget, f"{row['engine']:.2f}", f"{row['reference']:.2f}",
+            "{:+.3f} to {:+.3f}".format(*row["difference_interval_95"]),
+            row["prompts_with_equal_rounds"], row["prototype"] or "",
+        ]
+        for name, budgets in results["sets"].items()
+        for budget, row in budgets.items()
+    ]  # fmt: skip
+    head = ["set", "nodes", "engine", "reference", "difference", "prompts with equal rounds", "prototype"]
+    yield table(head, rows)
+
+
+def tree_oracle(results: Results) -> Iterator[str]:
+    yield f"`{json.dumps({key: value for key, value in results.items() if key != 'provenance'})}`"
+
+
+def tree_steps(results: Results) -> Iterator[str]:
+    rows = [
+        [row["step"], row["bs"], row["node_budget"], row["candidate_topk"], row["vocab"], row["median_us"]]
+        for row in results["rows"]
+    ]
+    yield (
+        f"Device time in replayed CUDA graphs, warm caches; before, {results['cases_compared']} random cases "
+        "were compared with the torch "
+        f"builder, {results['cases_different']} differ."
+    )
+    yield table(["step", "requests", "nodes", "candidates", "vocabulary", "median µs"], rows)
+
+
+def memory(results: Results) -> Iterator[str]:
+    if "demo_peak_mb" in results:
+        yield f"`ddtree demo`, peak resident: {results['demo_peak_mb']:.0f} MB."
+    names = [name for name in results["memory_mb"][0] if name != "rounds"]
+    yield table(
+        ["rounds", *names], [[row["rounds"], *(row[name] for name in names)] for row in results["memory_mb"]]
+    )
+
+
+SECTIONS: tuple[tuple[str, str, Callable[[Results], Iterator[str]]], ...] = (
+    ("Speed on a CPU, bfloat16", "engine_cpu_bf16", engine_speed),
+    ("Speed on a CPU, float32", "engine_cpu_fp32", engine_speed),
+    ("Speed on a GPU", "engine_gpu", engine_speed),
+    ("Lossless on a CPU, float32", "lossless_cpu_fp32", lossless),
+    ("Sampling options", "sampling_gtest", sampling),
+    ("Acceptance, float32", "acceptance_cpu_fp32", acceptance),
+    ("Acceptance, bfloat16", "acceptance_gpu", acceptance),
+    ("Trees against the oracle", "tree_oracle", tree_oracle),
+    ("What the tree costs on a GPU", "tree_build_gpu", tree_steps),
+    ("Memory, CPU", "memory_cpu", memory),
+    ("Memory, GPU", "memory_gpu", memory),
+)
+
+
+def page() -> str:
+    """The whole page; a section whose results are not there is left out."""
+    parts = [INTRODUCTION]
+    for title, name, write in SECTIONS:
+        file = RESULTS / f"{name}.json"
+        if file.is_file():
+            results = json.loads(file.read_text(encoding="utf-8"))
+            parts += [f"## {title}", *write(results), conditions(results)]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
