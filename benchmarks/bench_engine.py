@@ -94,6 +94,29 @@ def verify_ms(target: TargetModel, device: torch.device, repeats: int) -> dict[s
     return row
 
 
+def count_launches(engine: Engine, arm: Arm, max_tokens: int) -> dict[str, float]:
+    """CUDA kernels a round, and waits of the host a round: every stream, event and device synchronisation."""
+    prompt = engine.encode("Count from one to twenty.")
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    engine.generate(Request(prompt, sampling, *arm))  # graphs are captured before the profile
+    stream = engine.stream(Request(prompt, sampling, *arm))
+    chunks = iter(stream)
+    next(chunks)  # prefill
+    torch.cuda.synchronize()
+    with torch.profiler.profile() as profile:
+        for _ in chunks:
+            pass
+    rounds = stream.result().stats.verify_ct
+    kernels = waits = 0
+    for event in profile.events():
+        name = event.name
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kernels += not name.startswith(("Memcpy", "Memset"))
+        # A copy to pageable host memory waits by itself; the profiler's own last wait is not a round's.
+        waits += name in ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+    return {"kernels": round(kernels / rounds, 1), "host_waits": round((waits - 1) / rounds, 2)}
+
+
 def machine_row(engine: Engine, config: EngineConfig) -> dict[str, dict[str, float]]:
     """Verify passes of stock transformers and of this engine, launched eagerly."""
     from transformers import AutoModelForCausalLM
@@ -152,6 +175,10 @@ def main() -> None:
             name: run_set(engine, load_prompts(name, args.prompts), arms, sampling, step)
             for name in args.sets
         }
+    if engine.device.type == "cuda":
+        results["a_round"] = {arm_name(arm): count_launches(engine, arm, 64) for arm in arms}
+        results["kernels_per_layer"] = engine.target.kernels_per_layer
+        print(results["a_round"])
     for name, table in results["sets"].items():
         for arm, row in table.items():
             print(name, arm, row)

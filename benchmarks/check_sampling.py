@@ -158,9 +158,8 @@ def main() -> None:
         limit = SIGNIFICANCE / len(fair)
         is_right = min(fair.values()) > limit > min(biased.values())
         failed |= not is_right
-        print(
-            f"{name:20} smallest p {min(fair.values()):.4f} of {len(fair)}, biased walk {min(biased.values()):.1e}"
-        )
+        smallest = f"smallest p {min(fair.values()):.4f} of {len(fair)}"
+        print(f"{name:20} {smallest}, biased walk {min(biased.values()):.1e}")
         table[name] = {"p_values": fair, "biased_walk_smallest_p": min(biased.values()), "limit": limit}
     write_results(
         args.output, {"draws": args.draws, "seed": args.seed, "passed": not failed, "options": table}

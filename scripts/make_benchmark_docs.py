@@ -55,6 +55,10 @@ def engine_speed(results: Results) -> Iterator[str]:
         for arm, row in arms.items()
     ]
     yield table(["set", "mode", "tokens/s", "times plain", "accept length", "ms a round"], rows)
+    if "a_round" in results:
+        rows = [[arm, row["kernels"], row["host_waits"]] for arm, row in results["a_round"].items()]
+        yield f"Launches, {results['kernels_per_layer']} kernels a layer of the target:"
+        yield table(["mode", "kernels a round", "waits of the host a round"], rows)
 
 
 def lossless(results: Results) -> Iterator[str]:

@@ -35,8 +35,8 @@ FAMILIES = {
     "gpt_neox": {"num_key_value_heads": None},
 }
 REFUSED = {
-    "mamba": "linear_attention",
-    "falcon_mamba": "linear_attention",
+    "mamba": "cannot branch",
+    "falcon_mamba": "cannot branch",
     "qwen3_next": "linear_attention",
     "bamba": "state",
     "jamba": "state",
