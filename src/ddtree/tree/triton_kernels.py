@@ -44,7 +44,9 @@ def _pop_nodes(log_probs_ptr, L: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
     ties = tl.full([W_PAD], -1, dtype=tl.int32)
     first_children = tl.full([W_PAD], -1, dtype=tl.int32)
     next_siblings = tl.full([W_PAD], -1, dtype=tl.int32)
-    for column in range(1, num_columns):
+    column = 1
+    # Not range(): the interpreter of Triton 3.6 takes no tensor for a bound.
+    while column < num_columns:
         bits = tl.min(offer_bits, 0)
         tie = tl.min(tl.where(offer_bits == bits, offer_ties, NONE), 0)
         is_node = bits < INF_BITS
@@ -63,6 +65,7 @@ def _pop_nodes(log_probs_ptr, L: tl.constexpr, K: tl.constexpr, B: tl.constexpr,
         offer_ties = tl.where(is_new, (depth + 1) * DEPTH_ONE + column * PARENT_ONE, offer_ties)
         scores = tl.where(is_new, score, scores)
         ties = tl.where(is_new & is_node, tie, ties)
+        column += 1
     return scores, ties, first_children, next_siblings
 
 
@@ -79,11 +82,13 @@ def _mark_ancestors(mask_ptr, parents, depths, W: tl.constexpr, W_PAD: tl.conste
     columns = tl.arange(0, W_PAD)
     ones = tl.full([W_PAD], 1, dtype=tl.uint8)
     ancestors = columns
-    for _ in range(tl.max(depths, 0) + 1):
+    num_left = tl.max(depths, 0) + 1
+    while num_left > 0:
         is_ancestor = (columns < W) & (ancestors >= 0)
         tl.store(mask_ptr + columns * W + ancestors, ones, mask=is_ancestor)
         above = tl.gather(parents, tl.maximum(ancestors, 0), 0)
         ancestors = tl.where(is_ancestor, above, -1)
+        num_left -= 1
 
 
 @triton.jit
