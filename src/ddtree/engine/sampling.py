@@ -17,6 +17,7 @@ from ddtree.errors import ConfigError
 from ddtree.tree.draft_tree import DraftTree
 from ddtree.tree.layout import TreeLayout
 from ddtree.tree.noise import draw
+from ddtree.tree.triton_choice import prefers_triton
 
 
 def apply_top_k(logits: Tensor, top_k: int) -> Tensor:
@@ -43,6 +44,16 @@ def apply_min_p(logits: Tensor, min_p: float) -> Tensor:
         return logits
     probs = torch.softmax(logits, -1)
     return logits.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), float("-inf"))
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """The largest entry of each row [n, vocab], the lowest index among equals, [n] int64."""
+    if prefers_triton(logits):
+        from ddtree.layers.triton_argmax import argmax_rows
+
+        return argmax_rows(logits)
+    # In float32, exact for both, since argmax over half floats is several times slower on a CPU.
+    return logits.float().argmax(-1)
 
 
 class TokenChooser:
@@ -88,8 +99,7 @@ class TokenChooser:
         Returns: tokens [n] int64.
         """
         if self.params.is_greedy:
-            # In float32, exact for both, since argmax over half floats is several times slower on a CPU.
-            return self._penalise(logits, path_counts).float().argmax(-1)
+            return most_likely(self._penalise(logits, path_counts))
         log_probs = self.node_log_probs(logits, path_counts)
         return draw(log_probs, self.seeds.expand(logits.shape[0]), positions)
 

@@ -17,6 +17,7 @@ from ddtree.engine.stock_target import StockTarget, target_unsupported_reason
 from ddtree.errors import CheckpointError, UnsupportedModelError
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack
 from ddtree.layers.rotary import RotaryTable
+from ddtree.tree.triton_choice import prefers_triton
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ def checked_stock_target(model: Any, dtype: torch.dtype, device: torch.device) -
 
 def make_stack(spec: DecoderSpec, layers: Sequence[DecoderLayer], rotary: RotaryTable) -> Stack:
     """The fastest stack for these layers: fused Triton kernels on CUDA, torch operations elsewhere."""
-    if layers[0].input_norm.device.type == "cuda":
+    if prefers_triton(layers[0].input_norm):
         from ddtree.layers.triton_decoder import TritonDecoderStack, triton_unsupported_reason
 
         reason = triton_unsupported_reason(spec, layers)
