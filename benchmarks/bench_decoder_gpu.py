@@ -86,19 +86,21 @@ def projection_tiles(kernel: str, n: int) -> list[Tile]:
             shapes = [(HEAD_DIM, bk, w) for bk in (64, 128) for w in (4, 8, 16)]
         fits = [s for s in shapes if s[0] * s[1] // (32 * s[2]) in (8, 16, 32)]
         return [Tile(1, bn, bk, 1, w, 1) for bn, bk, w in fits if bn * bk * 4 >= 32 * w * 16]
-    block_ms = {16: (16,), 17: (16, 32), 33: (16, 32, 64), 65: (16, 32, 64), 129: (32, 64, 128)}
-    block_ns = (HEAD_DIM,) if kernel == "qkv_whole_heads" else (16, 32, 64)
-    steps = [(64, 4, 4), (128, 4, 4), (256, 4, 4), (128, 2, 4), (128, 4, 8), (256, 8, 8), (512, 8, 8)]
-    steps += [(64, 1, 4), (128, 1, 4), (128, 1, 8)]
+    block_ms = {16: (16,), 17: (16, 32), 33: (16, 32), 65: (16, 32, 64), 129: (32, 64, 128)}
+    block_ns: tuple[int, ...] = (16, 32, 64) if kernel == "gate_up" or n > 33 else (8, 16, 32)
+    block_ns = (HEAD_DIM,) if kernel == "qkv_whole_heads" else block_ns
+    steps = [(128, 4, 4), (256, 4, 4), (128, 4, 8), (256, 8, 8), (512, 8, 8), (64, 1, 4), (128, 1, 4)]
+    if n <= 33:
+        steps += [(64, 4, 4), (64, 2, 2), (128, 2, 2)]
     tiles = []
     for bm, bn, (bk, groups, warps) in itertools.product(block_ms[n], block_ns, steps):
         if bm * bn * groups > 32 * warps * 64 or (groups == 1 and bm * bn < 1024):
             continue  # accumulators would spill; or warps would stand idle
-        steps_needed = triton.cdiv(features, bk)
+        num_steps = triton.cdiv(features, bk)
         fitting = MAX_SHARED_BYTES // ((bm + bn) * bk * 2)
-        for stages in sorted({min(steps_needed + 1, fitting + 1, 13), min(4, steps_needed + 1)}):
-            if (stages - 1) * (bm + bn) * bk * 2 <= MAX_SHARED_BYTES:
-                tiles.append(Tile(bm, bn, bk, groups, warps, stages))
+        deep = min(num_steps, fitting, 12) + 1
+        stages = {deep, min(deep, 4)} if groups == 1 else {deep}
+        tiles += [Tile(bm, bn, bk, groups, warps, s) for s in sorted(stages) if fitting >= 1]
     return tiles
 
 
@@ -147,10 +149,10 @@ class Search:
         self.bench, self.pool, self.prefixes, self.log = bench, pool, prefixes, log
         self.faults: dict[tuple[str, Tile, int], str | None] = {}
 
-    def compile(self, kernels: Sequence[str], widths: Sequence[int]) -> None:
+    def compile(self, pairs: Sequence[tuple[int, str]]) -> None:
         """Compile every candidate once: a binary serves all widths of one mask kind."""
         wanted: dict[tuple[str, Tile, int, bool], tuple[str, int, StackTiles]] = {}
-        for kernel, n in itertools.product(kernels, widths):
+        for n, kernel in pairs:
             plain = replace(tiles_for(n, CAPACITY), launch="plain")
             for choice in choices_for(kernel, n):
                 key = (kernel, *choice, n == 1)
@@ -250,17 +252,21 @@ def paste(n: int, tiles: StackTiles) -> str:
     return "\n".join([*lines, f'    num_splits={tiles.num_splits}, launch="{tiles.launch}",', ")"])
 
 
+def searched(widths: Sequence[int]) -> list[tuple[int, str]]:
+    """Widths and kernels to search; only drafters, at 16 tokens, have head norms here."""
+    pairs = itertools.product(widths, KERNELS)
+    return [(n, kernel) for n, kernel in pairs if kernel != "qkv_whole_heads" or n == 16]
+
+
 def search_tiles(
-    search: Search, widths: Sequence[int], seconds: float
+    search: Search, pairs: Sequence[tuple[int, str]], seconds: float
 ) -> tuple[dict[int, StackTiles], dict[str, dict[str, float]]]:
     """Best tiles of each width, and the figures of each kernel."""
     found: dict[int, StackTiles] = {}
     figures: dict[str, dict[str, float]] = {}
-    start, pairs = time.perf_counter(), [(n, kernel) for n in widths for kernel in KERNELS]
+    start = time.perf_counter()
     for i, (n, kernel) in enumerate(pairs):
         found.setdefault(n, tiles_for(n, CAPACITY))
-        if kernel == "qkv_whole_heads" and n != 16:
-            continue
         deadline = start + seconds * (i + 1) / len(pairs)
         choice, figures[f"n={n} {kernel}"] = search.best(kernel, n, deadline)
         found[n] = with_choice(found[n], kernel, choice)
@@ -282,9 +288,12 @@ def run(args: argparse.Namespace, pool: CompilePool, log: TextIO) -> dict[str, A
         return {}
     bench = KernelBench(NUM_LAYERS)
     search = Search(bench, pool, args.prefixes, log)
-    search.compile(KERNELS, args.widths)
-    print(f"{len(search.faults)} candidates compiled, {time.perf_counter() - start:.0f} s", flush=True)
-    found, kernels = search_tiles(search, args.widths, args.search_s)
+    pairs = searched(args.widths)
+    search.compile(pairs)
+    num_faults = sum(fault is not None for fault in search.faults.values())
+    took = f"{time.perf_counter() - start:.0f} s"
+    print(f"{len(search.faults)} candidates compiled, {num_faults} cannot run, {took}", flush=True)
+    found, kernels = search_tiles(search, pairs, args.search_s)
     print(f"searched, {time.perf_counter() - start:.0f} s", flush=True)
     table = {n: tiles_for(n, CAPACITY) for n in args.widths}
     rows = stack_rows(bench, pool, {"table": table, "best": found}, args.prefixes)

@@ -14,7 +14,7 @@ from ddtree.draft.context import DraftContext
 from ddtree.engine.engine import Engine
 from ddtree.engine.protocols import Drafter, TargetModel
 from ddtree.engine.request import Generation, Request
-from ddtree.engine.target import load_target
+from ddtree.engine.target import load_target, load_target_config
 from ddtree.layers.window import Window
 from tiny_models import tiny_llama
 
@@ -81,7 +81,7 @@ def tiny_target(folder: Path, model: PreTrainedModel | None = None, max_position
     """A tiny target from a checkpoint written to `folder`, in float32 on the CPU."""
     model = model if model is not None else tiny_llama(vocab_size=VOCAB_SIZE)
     model.save_pretrained(folder)
-    return load_target(folder, torch.float32, CPU, max_positions)
+    return load_target(folder, load_target_config(folder), torch.float32, CPU, max_positions)
 
 
 def tiny_engine(

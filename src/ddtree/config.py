@@ -7,6 +7,7 @@ help text in `metadata["help"]`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from ddtree.errors import ConfigError
 
 MAX_NODE_BUDGET = 1024
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 MAX_CANDIDATE_TOPK = 1024
 MAX_STOP_STRINGS = 16
 # Dividing logits by less than this overflows float32 for no visible change in the draw.
@@ -70,7 +72,7 @@ def parse_budget(value: int | str) -> int | Literal["auto"]:
     allowed = f"a whole number from 1 to {MAX_NODE_BUDGET}, or auto"
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ConfigError(f"node_budget={value!r} is not allowed: {allowed}") from None
     check(1 <= number <= MAX_NODE_BUDGET, "node_budget", value, allowed, "try 16 on a CPU, 64 on a GPU")
     return number
@@ -131,11 +133,11 @@ class SamplingParams:
         check(
             isinstance(self.stop, tuple) and len(self.stop) <= MAX_STOP_STRINGS
             and all(isinstance(text, str) and text for text in self.stop),
-            "stop", self.stop, f"at most {MAX_STOP_STRINGS} non-empty strings",
+            "stop", self.stop, f"a tuple of at most {MAX_STOP_STRINGS} non-empty strings",
         )  # fmt: skip
         check(
             isinstance(self.stop_token_ids, tuple) and all(is_int(t) and t >= 0 for t in self.stop_token_ids),
-            "stop_token_ids", self.stop_token_ids, "token ids from 0",
+            "stop_token_ids", self.stop_token_ids, "a tuple of token ids from 0",
         )  # fmt: skip
 
     @property
@@ -172,8 +174,7 @@ class EngineConfig:
             value = getattr(self, name)
             check(isinstance(value, str) and value != "", name, value, "a name or a path")
         check(
-            self.device in ("auto", "cpu", "cuda")
-            or (self.device.startswith("cuda:") and self.device[5:].isdecimal()),
+            isinstance(self.device, str) and DEVICE.fullmatch(self.device) is not None,
             "device", self.device, "auto, cpu, cuda or cuda:N",
         )  # fmt: skip
         check(self.dtype in list(Dtype), "dtype", self.dtype, f"one of {', '.join(Dtype)}")

@@ -6,17 +6,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ddtree.config import Mode
+
 
 @dataclass(frozen=True, slots=True)
 class RoundStats:
     """One round: draft, build, verify, accept, commit.
 
-    `accept_tokens` are the committed tokens, the bonus token last. `draft_tokens`, `parents`,
-    `log_probs` and `accept_indices` describe the verified tree (node 0 is the root); they are
+    `accept_tokens` are the committed tokens, the bonus token last; `accept_indices` the path's nodes,
+    the root (0) first. `draft_tokens`, `parents` and `log_probs` describe the whole tree; they are
     filled only when an observer asks for trees, since reading them costs time.
     """
 
-    mode: str
+    mode: Mode
     node_budget: int
     num_nodes: int
     prefix_len: int
@@ -35,7 +37,7 @@ class RoundStats:
 
     @property
     def num_correct_drafts(self) -> int:
-        """Draft tokens accepted by the round, the bonus token not included."""
+        """Draft tokens that were right, the bonus token not included."""
         return len(self.accept_tokens) - 1
 
 

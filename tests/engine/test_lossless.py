@@ -120,7 +120,7 @@ def test_requests_share_no_state(target):
 def planted(monkeypatch, fault):
     """Plant a fault of the kind that others shipped."""
     if fault == "kv not moved":
-        monkeypatch.setattr(KVCache, "compact", lambda self, window, path: None)
+        monkeypatch.setattr(KVCache, "move", lambda self, source, destination: None)
     elif fault == "positions by slot":
         real = decode_round.verify
 

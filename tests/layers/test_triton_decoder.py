@@ -77,13 +77,27 @@ def test_interpreted_stack_equals_reference(n, prefix_len, kind, options):
 
 @interpreted
 def test_interpreted_splits_are_merged_for_many_rows():
-    """Key splits that are empty, and merged by tiles of several heads, change nothing."""
-    tiles = replace(tiles_for(17, 512), num_splits=4, attention=Tile(16, 32, 0, 2, 4, 1))
+    """Key splits, some empty, change nothing, and leave their counters as the next pass needs them."""
+    tiles = replace(
+        tiles_for(17, 512),
+        num_splits=4,
+        attention=Tile(16, 32, 0, 2, 4, 1),
+        out=Tile(16, 16, 32, 1, 4, 1),
+        gate_up=Tile(32, 16, 16, 1, 4, 1),
+    )
     stack = TritonDecoderStack(*random_layers(num_layers=1), tiles=lambda n, kv_extent: tiles)
-    for prefix_len in (3, 200):
+    for prefix_len in (200, 3, 200):
         check_equals_reference(
             stack, make_window(17, prefix_len, "tree", kv_extent=512), atol=2e-5, rtol=1e-4
         )
+
+
+@interpreted
+def test_interpreted_one_row_of_many_tiles():
+    """More weight tiles than registers hold take the loop."""
+    tiles = replace(tiles_for(1, 512), down=Tile(1, 4, 4, 1, 4, 1))
+    stack = TritonDecoderStack(*random_layers(num_layers=1), tiles=lambda n, kv_extent: tiles)
+    check_equals_reference(stack, make_window(1, 9, "causal", kv_extent=512), atol=2e-5, rtol=1e-4)
 
 
 @interpreted
@@ -103,7 +117,7 @@ def test_kernels_through_the_interpreter():
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert f"{len(TINY_CASES) + 2} passed" in run.stdout, run.stdout + run.stderr
+    assert f"{len(TINY_CASES) + 3} passed" in run.stdout, run.stdout + run.stderr
     assert run.returncode == 0
 
 

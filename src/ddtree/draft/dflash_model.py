@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,21 +17,10 @@ from torch import Tensor
 
 from ddtree.draft.context import DraftContext
 from ddtree.draft.dflash_config import DFlashConfig, RopeConfig
-from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, rms_norm
+from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, Stack, StackFactory, rms_norm
 from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.window import Window
-
-
-class Stack(Protocol):
-    """What runs the drafter's layers; `DecoderStack` in plain torch is the reference."""
-
-    def forward(
-        self, hidden: Tensor, window: Window, kv_data: Tensor, tap_layer_ids: Sequence[int] = ()
-    ) -> tuple[Tensor, Tensor | None]: ...
-
-
-StackFactory = Callable[[DecoderSpec, Sequence[DecoderLayer], RotaryTable], Stack]
 
 
 class StackSegment(NamedTuple):

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ddtree.draft.dflash_config import DFlashConfig, read_json
-from ddtree.draft.dflash_model import DFlashDrafter, StackFactory, weight_shapes
+from ddtree.draft.dflash_model import DFlashDrafter, weight_shapes
 from ddtree.errors import CheckpointError, DrafterMismatchError, UnsupportedModelError
-from ddtree.layers.decoder import DecoderStack
+from ddtree.layers.decoder import DecoderStack, StackFactory
 
 logger = logging.getLogger(__name__)
 

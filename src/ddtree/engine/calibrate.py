@@ -41,12 +41,13 @@ def median_s(step: Callable[[], object], repeats: int) -> float:
     return statistics.median(times)
 
 
-def choose_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype of a setting; `auto` is bfloat16 where it is the faster one.
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype of a setting; on a CPU `auto` is the faster of bfloat16 and float32, measured now.
 
     Raises:
         ConfigError: float16 on a CPU, bfloat16 on a CUDA device without it.
     """
+    wanted = Dtype(name)
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         if wanted is Dtype.BFLOAT16 and not has_bfloat16:
@@ -71,7 +72,7 @@ def _linear_s(dtype: torch.dtype) -> float:
     return median_s(lambda: linear(rows), repeats=9)
 
 
-def choose_threads(pair: ModelPair) -> int:
+def choose_threads(pair: ModelPair, max_context_tokens: int) -> int:
     """Set the number of CPU threads at which a verify pass is fastest, and return it.
 
     Powers of two up to the cores this process may use are timed, fewest first; more threads must win
@@ -79,11 +80,11 @@ def choose_threads(pair: ModelPair) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     counts = sorted({cores, *(1 << i for i in range(cores.bit_length()) if 1 << i <= cores)})
-    window = Window.at(
-        PROBE_PREFIX_TOKENS, torch.arange(PROBE_PREFIX_TOKENS, PROBE_PREFIX_TOKENS + PROBE_WIDTH), None
-    )
-    pair.kv_cache.data[:, :, :, :PROBE_PREFIX_TOKENS].zero_()
-    tokens = torch.zeros(PROBE_WIDTH, dtype=torch.int64)
+    width = min(PROBE_WIDTH, max_context_tokens)
+    start = min(PROBE_PREFIX_TOKENS, max_context_tokens - width)
+    window = Window.at(start, torch.arange(start, start + width), None)
+    pair.kv_cache.data[:, :, :, :start].zero_()
+    tokens = torch.zeros(width, dtype=torch.int64)
     best, best_s = counts[0], float("inf")
     for count in counts:
         torch.set_num_threads(count)
@@ -109,12 +110,15 @@ def measure_costs(
     chooser = TokenChooser(SamplingParams(), (0,), pair.target.info.vocab_size, device)
     prefix_len = min(PROBE_PREFIX_TOKENS, max_context_tokens - 1)
     pair.kv_cache.data[:, :, :, :prefix_len].zero_()
+    plans = plans_for(pair, device)
+    # The budgets of live rounds: they are part of what a CUDA graph captures.
+    budgets = tuple(plan.node_budget for plan in plans if plan.mode == Mode.TREE)
     costs: dict[DraftPlan, float] = {}
-    for plan in plans_for(pair, device):
+    for plan in plans:
 
         def step(plan: DraftPlan = plan) -> None:
             sequence.begin(0, prefix_len)
-            runner.run(plan, chooser, ())
+            runner.run(plan, chooser, budgets)
 
         costs[plan] = median_s(step, repeats=3 if device.type == "cpu" else 9) * 1e3
     logger.info("round costs: %s", ", ".join(f"{plan} {ms:.2f} ms" for plan, ms in costs.items()))

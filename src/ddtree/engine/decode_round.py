@@ -19,7 +19,7 @@ from ddtree.tree.build_triton import build_trees_with_layout
 from ddtree.tree.draft_tree import DraftTree
 from ddtree.tree.layout import TreeLayout, tree_layout
 from ddtree.tree.marginals import DraftMarginals
-from ddtree.tree.verify import VerifyResult, follow
+from ddtree.tree.verify import VerifyResult, compaction_indices, follow, verify_sampled
 
 
 class Built(NamedTuple):
@@ -30,7 +30,7 @@ class Built(NamedTuple):
     top1_tokens: Tensor | None
 
 
-class Verified(NamedTuple):
+class VerifyPass(NamedTuple):
     """What the target said about a tree, and the window it said it in."""
 
     output: TargetOutput
@@ -38,7 +38,7 @@ class Verified(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A finished round: the tree and what was accepted of it."""
+    """A finished round: the tree and its accept path."""
 
     built: Built
     result: VerifyResult
@@ -56,7 +56,7 @@ def decode_round(pair: ModelPair, sequence: Sequence, plan: DraftPlan, chooser: 
 
 def draft(pair: ModelPair, sequence: Sequence, plan: DraftPlan) -> DraftMarginals | None:
     """One drafter pass over a whole block; None when the plan is plain decoding."""
-    if plan.mode is Mode.AR or pair.drafter is None or pair.draft_context is None:
+    if plan.mode == Mode.AR or pair.drafter is None or pair.draft_context is None:
         return None
     window = sequence.window(*block_window(pair.drafter.block_size, sequence.root_token.device))
     logits = pair.drafter.draft_logits(sequence.root_token, pair.draft_context, window)
@@ -76,7 +76,7 @@ def build(marginals: DraftMarginals | None, sequence: Sequence, plan: DraftPlan)
         tree = root_only(sequence.root_token)
         return Built(tree, tree_layout(tree, sequence.prefix_len), None)
     top1_tokens = marginals.tokens[0, :, 0]
-    if plan.mode is Mode.CHAIN:
+    if plan.mode == Mode.CHAIN:
         tree = build_chain(marginals, sequence.root_token)
         return Built(tree, tree_layout(tree, sequence.prefix_len), top1_tokens)
     tree, layout, _ = build_trees_with_layout(
@@ -92,34 +92,36 @@ def root_only(root_token: Tensor) -> DraftTree:
     return DraftTree(root, zero - 1, zero, zero.float())
 
 
-def verify(pair: ModelPair, sequence: Sequence, built: Built) -> Verified:
+def verify(pair: ModelPair, sequence: Sequence, built: Built) -> VerifyPass:
     """One target pass over all nodes; each sees the prefix and its own ancestors."""
     window = sequence.window(built.tree.depths[0], built.layout.ancestor_mask[0])
     output = pair.target.forward(built.tree.tokens[0], window, pair.kv_cache, pair.tap_layer_ids)
-    return Verified(output, window)
+    return VerifyPass(output, window)
 
 
-def accept(built: Built, verified: Verified, chooser: TokenChooser, draft_depth: int) -> VerifyResult:
+def accept(built: Built, verified: VerifyPass, chooser: TokenChooser, draft_depth: int) -> VerifyResult:
     """Follow the target's own choice from the root while a child carries it."""
-    tree, layout, logits = built.tree, built.layout, verified.output.logits
+    tree, mask, logits = built.tree, built.layout.ancestor_mask, verified.output.logits
     if logits.is_cpu:
-        target_tokens = choose_along_path(chooser, logits, tree, layout)
-    else:
-        path_counts = None
-        if chooser.params.counts_tokens:
-            path_counts = count_paths(tree.tokens[0], layout.ancestor_mask[0], logits.shape[-1])
-        target_tokens = chooser.choose(logits, layout.positions[0] + 1, path_counts)
-    return follow(tree, layout.ancestor_mask, target_tokens[None], draft_depth)
+        target_tokens = choose_along_path(chooser, logits, tree, built.layout)
+        return follow(tree, mask, target_tokens[None], draft_depth)
+    path_counts = None
+    if chooser.params.counts_tokens:
+        path_counts = count_paths(tree.tokens[0], mask[0], logits.shape[-1])
+    if chooser.params.is_greedy:
+        return follow(tree, mask, chooser.most_likely(logits, path_counts)[None], draft_depth)
+    log_probs = chooser.node_log_probs(logits, path_counts)[None]
+    return verify_sampled(tree, mask, log_probs, chooser.seeds, built.layout.positions, draft_depth)
 
 
-def commit(pair: ModelPair, sequence: Sequence, verified: Verified, result: VerifyResult) -> None:
+def commit(pair: ModelPair, sequence: Sequence, verified: VerifyPass, result: VerifyResult) -> None:
     """Move the accept path's KV to the front, give its features to the drafter, advance the root."""
-    path = result.accept_indices[0].clamp(min=0)  # [block_size], rows past the path are junk
-    window = verified.window
-    if window.start is not None:
-        path = path[: int(result.num_correct_drafts) + 1]  # the one wanted sync of an eager round
-    pair.kv_cache.compact(window, path)
+    source, destination = compaction_indices(result, sequence.prefix_len)  # [1, block_size]
+    pair.kv_cache.move(source[0], destination[0])
     if pair.drafter is not None and pair.draft_context is not None and verified.output.taps is not None:
+        path = result.accept_indices[0].clamp(min=0)  # [block_size], junk rows past the path do no harm
+        if path.is_cpu:
+            path = path[: int(result.num_correct_drafts) + 1]
         committed = sequence.window(block_window(pair.block_size, path.device)[0][: path.shape[0]], None)
         pair.drafter.append(pair.draft_context, verified.output.taps[path], committed)
     sequence.advance(result.bonus_tokens, result.num_correct_drafts + 1)

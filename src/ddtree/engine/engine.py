@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Any
 
 import torch
 
-from ddtree.config import MAX_NODE_BUDGET, EngineConfig, Mode
-from ddtree.draft.dflash_config import DFlashConfig, read_json
+from ddtree.config import MAX_NODE_BUDGET, EngineConfig
+from ddtree.draft.dflash_config import DFlashConfig
 from ddtree.draft.load import load_drafter
 from ddtree.engine.calibrate import choose_dtype, choose_threads, measure_costs
+from ddtree.engine.inference import inference
 from ddtree.engine.planner import Planner, fixed_plan
 from ddtree.engine.protocols import Drafter, TargetModel
 from ddtree.engine.request import Generation, Request
@@ -20,7 +22,7 @@ from ddtree.engine.round_runner import EagerRunner, GraphRunner, RoundRunner
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.sequence import ModelPair, Sequence
 from ddtree.engine.stream import TokenStream
-from ddtree.engine.target import first_line, load_config, load_target, make_stack
+from ddtree.engine.target import first_line, load_target, load_target_config, make_stack
 from ddtree.errors import CheckpointError, ConfigError, ContextLengthError, DDTreeError
 from ddtree.layers.window import Window
 from ddtree.models import resolve_drafter, resolve_target
@@ -40,6 +42,7 @@ class Engine:
         tokenizer: a transformers tokenizer.
         config: settings; `max_context_tokens` is cut to what the target was made for.
         eos_tokens: token ids that end a text.
+        device: where the models are.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Engine:
         self.config, self.eos_tokens, self.device = config, eos_tokens, device
         self.max_context_tokens = min(config.max_context_tokens, target.info.max_positions)
         capacity = self.max_context_tokens + MAX_NODE_BUDGET + 1
-        context = drafter.new_context(self.max_context_tokens + drafter.block_size) if drafter else None
+        context = drafter.new_context(capacity) if drafter else None
         kv_cache = target.new_kv_cache(capacity)
         self.pair = ModelPair(target, kv_cache, drafter, context, config.candidate_topk)
         # A plain request pays nothing for a drafter: no taps, no context.
@@ -78,16 +81,17 @@ class Engine:
         """
         config = config or EngineConfig()
         device = choose_device(config.device)
-        folder = Path(resolve_target(config.model))
         drafter_folder = resolve_drafter(config.drafter, config.model)
-        dtype = choose_dtype(config.dtype, device)
+        folder = Path(resolve_target(config.model))
         block_size = DFlashConfig.from_path(Path(drafter_folder)).block_size if drafter_folder else 1
-        context = min(config.max_context_tokens, load_config(folder).max_position_embeddings)
+        target_config = load_target_config(folder)
+        context = min(config.max_context_tokens, target_config.max_position_embeddings)
         max_positions = context + block_size  # a tree at the end of the context reaches a block past it
         if device.type == "cpu":
             torch.set_num_threads(config.threads or torch.get_num_threads())
-        with torch.inference_mode():
-            target = load_target(folder, dtype, device, max_positions)
+        dtype = choose_dtype(config.dtype, device)
+        with inference(device):
+            target = load_target(folder, target_config, dtype, device, max_positions)
             drafter = None
             if drafter_folder is not None:
                 drafter = load_drafter(
@@ -97,7 +101,7 @@ class Engine:
             tokenizer = load_tokenizer(folder)
             engine = cls(target, drafter, tokenizer, config, eos_tokens_of(folder, tokenizer), device)
             if device.type == "cpu" and config.threads == 0:
-                choose_threads(engine.pair)
+                choose_threads(engine.pair, engine.max_context_tokens)
         logger.info("engine ready: %s on %s, %s", config.model, device, dtype)
         return engine
 
@@ -155,7 +159,7 @@ class Engine:
         if self._policy is None:
             self.acquire()
             try:
-                with torch.inference_mode():
+                with inference(self.device):
                     costs = measure_costs(self.pair, self.sequence, self.runner, self.max_context_tokens)
             finally:
                 self.lock.release()
@@ -187,16 +191,20 @@ class Engine:
     def _check(self, request: Request) -> None:
         limit = self.max_context_tokens
         if len(request.prompt_tokens) >= limit:
+            is_models = limit == self.target.info.max_positions
             raise ContextLengthError(
                 f"the prompt has {len(request.prompt_tokens)} tokens, at most {limit - 1} are allowed "
-                f"(context {limit} less one new token); shorten it or raise max_context_tokens"
+                f"(context {limit} less one new token); shorten it"
+                + ("" if is_models else " or raise max_context_tokens (--max-context)")
             )
         vocab_size = self.target.info.vocab_size
-        for token in request.prompt_tokens:
-            if not 0 <= token < vocab_size:
-                raise ConfigError(f"prompt token {token} is not allowed: ids from 0 to {vocab_size - 1}")
-        if request.mode is not Mode.AR and self.drafter is None:
-            fixed_plan(request.mode, request.node_budget, 1)
+        for name, tokens in (
+            ("prompt token", request.prompt_tokens),
+            ("stop_token_ids has", request.sampling.stop_token_ids),
+        ):
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    raise ConfigError(f"{name} {token}, which is not allowed: ids from 0 to {vocab_size - 1}")
 
 
 def choose_device(name: str) -> torch.device:
@@ -231,11 +239,14 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def eos_tokens_of(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end a text, from the generation config and the tokenizer."""
+    """Token ids that end a text: the generation config's, or the tokenizer's where that names none."""
     eos: Any = tokenizer.eos_token_id
     file = folder / "generation_config.json"
     if file.is_file():
-        configured = read_json(file).get("eos_token_id")
+        try:
+            configured = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{file} is no JSON object ({error}); download the model again") from error
         eos = configured if configured is not None else eos
     if eos is None:
         return frozenset()

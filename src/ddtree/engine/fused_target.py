@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from ddtree.draft.dflash_model import StackFactory
 from ddtree.draft.load import TargetInfo
 from ddtree.engine.kv_cache import KVCache
 from ddtree.engine.protocols import TargetOutput
 from ddtree.errors import CheckpointError
-from ddtree.layers.decoder import DecoderLayer, DecoderSpec, rms_norm
+from ddtree.layers.decoder import DecoderLayer, DecoderSpec, StackFactory, rms_norm
 from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.window import Window
@@ -49,9 +48,10 @@ class SafetensorsReader:
     """Reads tensors by name from a checkpoint folder, one file or sharded."""
 
     def __init__(self, folder: Path) -> None:
-        files = sorted(folder.glob("*.safetensors"))
+        single = folder / "model.safetensors"
+        files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
         if not files:
-            raise CheckpointError(f"{folder} has no .safetensors file; give a folder with model.safetensors")
+            raise CheckpointError(f"{folder} has no model.safetensors; give a folder that has")
         self._handles: dict[str, Any] = {}
         for file in files:
             try:
@@ -117,7 +117,7 @@ class FusedTarget:
         self._spec = decoder_spec(config)
         rotary = rotary_table(config, max_positions, dtype, device)
         self._stack = stack_factory(self._spec, list(load.layers()), rotary)
-        self.kernels_per_layer: int | None = getattr(self._stack, "kernels_per_layer", None)
+        self.kernels_per_layer: int | None = self._stack.kernels_per_layer
         self.supports_graphs = device.type == "cuda"
 
     def new_kv_cache(self, capacity_tokens: int) -> KVCache:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ddtree.layers.window import Window
-
 
 class KVCache:
     """Keys and values of every layer, slot = position in the sequence.
@@ -34,20 +32,9 @@ class KVCache:
     def capacity_tokens(self) -> int:
         return self.data.shape[3]
 
-    def compact(self, window: Window, accept_indices: Tensor) -> None:
-        """Move the KV of the accept path to the front of the verify window, on every layer.
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy slots `source` [m] to `destination` [m] on every layer.
 
-        Gather then scatter: an accepted node's slot may be another's destination.
-
-        Args:
-            window: the verify window.
-            accept_indices: [m] node indices in path order; trailing entries beyond the path may hold
-                any index, since what they write lies past the committed tokens.
+        Gather then scatter: a slot may be both. Slots that nothing committed may be among them.
         """
-        if window.start is not None:
-            moved = self.data[:, :, :, accept_indices + window.start]
-            self.data[:, :, :, window.start : window.start + accept_indices.shape[0]] = moved
-            return
-        moved = self.data.index_select(3, window.prefix_len + accept_indices)
-        slots = window.prefix_len + torch.arange(accept_indices.shape[0], device=self.data.device)
-        self.data.index_copy_(3, slots, moved)
+        self.data.index_copy_(3, destination, self.data.index_select(3, source))

@@ -40,7 +40,7 @@ class Planner:
             return
         matches, censored = chain_counterfactual(readout.top1_tokens, readout.accept_tokens)
         # A tree narrower than a budget forecasts nothing for it, and the chain orders its nodes by depth.
-        is_full = plan.mode is Mode.TREE and plan.node_budget >= max(self.budgets)
+        is_full = plan.mode == Mode.TREE and plan.node_budget >= max(self.budgets)
         self._policy.update(
             RoundFeedback(
                 plan=plan,
@@ -60,12 +60,12 @@ def fixed_plan(mode: Mode, node_budget: int | Literal["auto"], block_size: int) 
     Raises:
         ConfigError: a drafted mode without a drafter (block_size 1).
     """
-    if mode is Mode.AR:
+    if mode == Mode.AR:
         return PLAIN
     if block_size < 2:
         raise ConfigError(
-            f"mode={mode.value!r} is not allowed without a drafter: ar; name a drafter or use mode ar"
+            f"mode={str(mode)!r} is not allowed without a drafter: ar; name a drafter or use mode ar"
         )
-    if mode is Mode.CHAIN:
+    if mode == Mode.CHAIN:
         return DraftPlan(Mode.CHAIN, block_size - 1)
     return None if node_budget == "auto" else DraftPlan(Mode.TREE, node_budget)

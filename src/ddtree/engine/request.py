@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
-from ddtree.config import Mode, SamplingParams, parse_budget, parse_mode
+from ddtree.config import Mode, SamplingParams, check, is_int, parse_budget, parse_mode
 from ddtree.errors import ConfigError
 from ddtree.stats import GenerationStats, RoundObserver
 
@@ -40,6 +40,10 @@ class Request:
 
     def __post_init__(self) -> None:
         parse_mode(self.mode)
+        check(
+            self.node_budget == "auto" or is_int(self.node_budget),
+            "node_budget", self.node_budget, "a whole number or auto",
+        )  # fmt: skip
         parse_budget(self.node_budget)
         if not self.prompt_tokens:
             raise ConfigError("prompt=[] is not allowed: at least one token; give a prompt that is not empty")

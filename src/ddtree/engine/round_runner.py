@@ -12,7 +12,7 @@ from ddtree.config import Mode
 from ddtree.engine.decode_round import (
     Built,
     Round,
-    Verified,
+    VerifyPass,
     accept,
     build,
     commit,
@@ -27,12 +27,14 @@ from ddtree.tree.budget import DraftPlan
 from ddtree.tree.verify import VerifyResult
 
 SHORTEST_EXTENT = 512
+MAX_GRAPHS = 64  # a caller that tries every budget must not fill the GPU with graphs
 
 
 class RoundRunner(Protocol):
-    """Runs one round and reads it."""
+    """Runs one round and reads it; `has_captured` says that the last one captured a graph on the way."""
 
     last_round: Round
+    has_captured: bool
 
     def run(self, plan: DraftPlan, chooser: TokenChooser, budgets: tuple[int, ...]) -> Readout: ...
 
@@ -41,6 +43,7 @@ class EagerRunner:
     """Calls `decode_round` as it is written."""
 
     last_round: Round
+    has_captured = False
 
     def __init__(self, pair: ModelPair, sequence: Sequence) -> None:
         self._pair, self._sequence = pair, sequence
@@ -49,7 +52,7 @@ class EagerRunner:
         """One round, and the host's knowledge of where the sequence stands brought up to date."""
         finished = decode_round(self._pair, self._sequence, plan, chooser)
         vector = pack(finished, budgets)
-        readout = unpack(vector, self._pair.block_size, has_draft=plan.mode is not Mode.AR)
+        readout = unpack(vector, self._pair.block_size, has_draft=plan.mode != Mode.AR)
         assert self._sequence.start is not None
         self._sequence.start += len(readout.accept_tokens)
         self.last_round = finished
@@ -64,6 +67,7 @@ class GraphRunner:
     """
 
     last_round: Round
+    has_captured = False
 
     def __init__(self, pair: ModelPair, sequence: Sequence) -> None:
         self._pair, self._sequence = pair, sequence
@@ -80,13 +84,16 @@ class GraphRunner:
         extent = self._extent(start + max(plan.node_budget + 1, self._pair.block_size))
         is_plain_greedy = chooser.params.is_greedy and not chooser.params.changes_logits
         self._sequence.start, self._sequence.kv_extent = None, extent
+        self.has_captured = False
+        if len(self._graphs) > MAX_GRAPHS:
+            self._graphs.clear()
         if is_plain_greedy:
             key = ("round", plan, extent, budgets)
             finished, vector = self._replay(key, lambda: self._whole_round(plan, chooser, budgets))
         else:
             finished = self._accept_between(plan, extent, chooser)
             vector = pack(finished, budgets)
-        readout = unpack(vector, self._pair.block_size, has_draft=plan.mode is not Mode.AR)
+        readout = unpack(vector, self._pair.block_size, has_draft=plan.mode != Mode.AR)
         self._sequence.start = start + len(readout.accept_tokens)
         self.last_round = finished
         return readout
@@ -97,7 +104,7 @@ class GraphRunner:
         finished = decode_round(self._pair, self._sequence, plan, chooser)
         return finished, pack(finished, budgets)
 
-    def _draft_to_verify(self, plan: DraftPlan) -> tuple[Built, Verified]:
+    def _draft_to_verify(self, plan: DraftPlan) -> tuple[Built, VerifyPass]:
         built = build(draft(self._pair, self._sequence, plan), self._sequence, plan)
         return built, verify(self._pair, self._sequence, built)
 
@@ -105,9 +112,10 @@ class GraphRunner:
         verify_key, commit_key = ("verify", plan, extent), ("commit", plan, extent)
         verify_graph, (built, verified) = self._captured(verify_key, lambda: self._draft_to_verify(plan))
         # Captured before the verify graph runs: warming up a commit moves KV, which may happen only once.
-        # An earlier plan's path may name columns that a narrower tree does not have.
-        for part in self._path:
-            part.zero_()
+        if commit_key not in self._graphs:
+            # An earlier plan's path may name columns that a narrower tree does not have.
+            for part in self._path:
+                part.zero_()
         commit_graph, _ = self._captured(
             commit_key, lambda: commit(self._pair, self._sequence, verified, self._path)
         )
@@ -133,6 +141,7 @@ class GraphRunner:
     def _captured(self, key: tuple[Any, ...], step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         if key not in self._graphs:
             self._graphs[key] = self._capture(step)
+            self.has_captured = True
         return self._graphs[key]
 
     def _capture(self, step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

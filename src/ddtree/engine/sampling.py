@@ -46,16 +46,6 @@ def apply_min_p(logits: Tensor, min_p: float) -> Tensor:
     return logits.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), float("-inf"))
 
 
-def most_likely(logits: Tensor) -> Tensor:
-    """The largest entry of each row [n, vocab], the lowest index among equals, [n] int64."""
-    if prefers_triton(logits):
-        from ddtree.layers.triton_argmax import argmax_rows
-
-        return argmax_rows(logits)
-    # In float32, exact for both, since argmax over half floats is several times slower on a CPU.
-    return logits.float().argmax(-1)
-
-
 class TokenChooser:
     """The target's choice at a position of one request; remembers committed tokens for penalties.
 
@@ -84,9 +74,9 @@ class TokenChooser:
         self.seeds = torch.tensor([params.seed], device=device)
 
     def count(self, tokens: Tensor) -> None:
-        """Count committed output tokens [m]."""
+        """Count committed output tokens [m]; -1 is none."""
         if self.params.counts_tokens:
-            self.output_counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.float32))
+            self.output_counts.index_add_(0, tokens.clamp(min=0), (tokens >= 0).float())
 
     def choose(self, logits: Tensor, positions: Tensor, path_counts: Tensor | None = None) -> Tensor:
         """The target's own next token after each of n nodes.
@@ -99,9 +89,19 @@ class TokenChooser:
         Returns: tokens [n] int64.
         """
         if self.params.is_greedy:
-            return most_likely(self._penalise(logits, path_counts))
+            return self.most_likely(logits, path_counts)
         log_probs = self.node_log_probs(logits, path_counts)
         return draw(log_probs, self.seeds.expand(logits.shape[0]), positions)
+
+    def most_likely(self, logits: Tensor, path_counts: Tensor | None = None) -> Tensor:
+        """The greedy choice, the lowest token among equals; arguments as of `choose`."""
+        logits = self._penalise(logits, path_counts)
+        if prefers_triton(logits):
+            from ddtree.layers.triton_argmax import argmax_rows
+
+            return argmax_rows(logits)
+        # In float32, exact for both, since argmax over half floats is several times slower on a CPU.
+        return logits.float().argmax(-1)
 
     def node_log_probs(self, logits: Tensor, path_counts: Tensor | None = None) -> Tensor:
         """Log-probabilities [n, vocab] that nodes sample from; arguments as of `choose`."""

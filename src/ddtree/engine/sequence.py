@@ -27,7 +27,7 @@ class ModelPair:
 
     def topk(self, plan: DraftPlan) -> int:
         """Candidates kept a position: one for a chain; a tree of B nodes can use no more than B."""
-        if plan.mode is Mode.CHAIN:
+        if plan.mode == Mode.CHAIN:
             return 1
         return min(self.candidate_topk or plan.node_budget, plan.node_budget)
 

@@ -16,6 +16,7 @@ from ddtree.errors import UnsupportedModelError
 from ddtree.layers.window import Window
 
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention")
+LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
 RECURRENT_FIELDS = ("linear_num_value_heads", "ssm_state_size", "state_size", "mamba_d_state", "conv_kernel")
 
 
@@ -37,6 +38,12 @@ def target_unsupported_reason(config: Any) -> str | None:
         return f"every layer has a sliding window of {sliding} tokens without layer_types in its config"
     if getattr(config, "attention_chunk_size", None) is not None:
         return "it has chunked attention"
+    if getattr(config, "max_position_embeddings", None) is None:
+        return "its config does not say how long a text may be (max_position_embeddings)"
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    if rope_type in LENGTH_DEPENDENT_ROPE_TYPES:
+        # A tree reaches further than plain decoding does, and would switch frequencies earlier.
+        return f"its rotary frequencies depend on the length of the text (rope_type {rope_type})"
     return None
 
 
@@ -75,11 +82,6 @@ class StockTarget:
 
     def __init__(self, model: Any, dtype: torch.dtype, device: torch.device) -> None:
         config = model.config
-        reason = target_unsupported_reason(config)
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"target {config.model_type} cannot be used with draft trees: {reason}"
-            )
         self.model, self.dtype, self.device = model, dtype, device
         self.info = TargetInfo(
             hidden_size=config.hidden_size,
@@ -111,9 +113,15 @@ class StockTarget:
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab] of normed hidden states [n, hidden]."""
+        """Logits [n, vocab] of normed hidden states [n, hidden], scaled and capped as the model does it."""
+        config = self.model.config
         logits: Tensor = self._head(hidden)
-        return logits
+        if getattr(config, "logit_scale", None) is not None:  # Cohere
+            logits = logits * config.logit_scale
+        if getattr(config, "logits_scaling", None) is not None:  # Granite
+            logits = logits / config.logits_scaling
+        cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+        return cap * torch.tanh(logits / cap) if cap is not None else logits
 
     def forward(
         self,
@@ -135,7 +143,8 @@ class StockTarget:
             use_cache=True,
             logits_to_keep=1 if last_only else 0,
         )
-        taps = [self._tapped.pop(i)[0] for i in tap_layer_ids]  # each [n, hidden]
+        taps = [self._tapped[i][0] for i in tap_layer_ids]  # each [n, hidden]
+        self._tapped.clear()
         return TargetOutput(output.logits[0], torch.cat(taps, -1) if taps else None)
 
     def _attention_mask(self, window: Window) -> Tensor | dict[str, Tensor]:
@@ -164,7 +173,8 @@ class StockTarget:
 
 def _decoder_layers(model: Any, num_layers: int) -> Any:
     """The list of decoder layers of a causal LM, wherever its family keeps it."""
-    for module in model.modules():
+    # Without the search in the decoder, vision towers and lists of experts come first in some families.
+    for module in (model.get_decoder() or model).modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return module
     raise UnsupportedModelError(

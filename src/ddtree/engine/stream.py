@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
-
 from ddtree.config import Mode
+from ddtree.engine.inference import inference
 from ddtree.engine.planner import Planner
 from ddtree.engine.readout import Readout
 from ddtree.engine.request import Chunk, FinishReason, Generation
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.text import TextStream
+from ddtree.errors import DDTreeError
 from ddtree.stats import GenerationStats, RoundStats
 from ddtree.tree.budget import DraftPlan
 
@@ -32,7 +32,7 @@ class TokenStream:
     def __init__(self, engine: Engine, request: Request, planner: Planner, chooser: TokenChooser) -> None:
         self._engine, self._request = engine, request
         self._planner, self._chooser = planner, chooser
-        is_plain = request.mode is Mode.AR
+        is_plain = request.mode == Mode.AR
         self._pair = engine.plain_pair if is_plain else engine.pair
         self._runner = engine.plain_runner if is_plain else engine.runner
         self._text = TextStream(engine.tokenizer, request.sampling.stop)
@@ -40,6 +40,7 @@ class TokenStream:
         self._tokens: list[int] = []
         self._finish: FinishReason | None = None
         self._cancelled = threading.Event()
+        self._started = False
         room = engine.max_context_tokens - len(request.prompt_tokens)
         self._max_tokens = min(request.sampling.max_tokens, room)
         eos_tokens = frozenset() if request.sampling.ignore_eos else engine.eos_tokens
@@ -55,7 +56,10 @@ class TokenStream:
         return Generation(self._text.text, tuple(self._tokens), finish, self._stats)
 
     def __iter__(self) -> Iterator[Chunk]:
+        if self._started:
+            raise DDTreeError("a stream runs once; start another one for the same request")
         self._engine.acquire()
+        self._started = True
         try:
             yield from self._run()
         finally:
@@ -63,28 +67,27 @@ class TokenStream:
 
     def _run(self) -> Iterator[Chunk]:
         begin = time.perf_counter()
-        with torch.inference_mode():
+        with inference(self._engine.device):
             first = self._engine.prefill(self._pair, self._request.prompt_tokens, self._chooser)
         self._stats.prefill_s = time.perf_counter() - begin
         yield self._take((first,))
         while self._finish is None:
-            # Entered anew each round: inference mode must not leak to the consumer between two chunks.
-            with torch.inference_mode():
-                accept_tokens = self._round()
-            yield self._take(accept_tokens)
+            yield self._take(self._round())
 
     def _round(self) -> tuple[int, ...]:
         plan = self._planner.next_plan()
         prefix_len = len(self._request.prompt_tokens) + len(self._tokens) - 1
         begin = time.perf_counter()
-        readout = self._runner.run(plan, self._chooser, self._planner.budgets)
+        # Entered anew each round: inference mode must not leak to observers and consumers.
+        with inference(self._engine.device):
+            readout = self._runner.run(plan, self._chooser, self._planner.budgets)
+            self._chooser.count(self._runner.last_round.result.accept_tokens[0])
         round_s = time.perf_counter() - begin
         self._stats.decode_s += round_s
         self._stats.verify_ct += 1
         self._stats.accept_histogram[len(readout.accept_tokens)] += 1
-        self._planner.learn(plan, readout, round_s * 1e3)
-        if self._chooser.params.counts_tokens:
-            self._chooser.count(torch.tensor(readout.accept_tokens, device=self._engine.device))
+        if not self._runner.has_captured:  # a capture's time says nothing of the plan
+            self._planner.learn(plan, readout, round_s * 1e3)
         self._observe(plan, readout, prefix_len, round_s * 1e3)
         return readout.accept_tokens
 
@@ -94,7 +97,7 @@ class TokenStream:
             return
         draft_tokens, parents, log_probs = self._tree() if observer.wants_trees else ((), (), ())
         stats = RoundStats(
-            mode=plan.mode.value,
+            mode=plan.mode,
             node_budget=plan.node_budget,
             num_nodes=readout.num_nodes,
             prefix_len=prefix_len,

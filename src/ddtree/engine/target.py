@@ -9,24 +9,26 @@ from typing import Any
 
 import torch
 
-from ddtree.draft.dflash_model import Stack
 from ddtree.engine.fused_target import FusedTarget, SafetensorsReader, fused_unsupported_reason
 from ddtree.engine.protocols import TargetModel
 from ddtree.engine.self_check import tree_verify_fault
 from ddtree.engine.stock_target import StockTarget, target_unsupported_reason
 from ddtree.errors import CheckpointError, UnsupportedModelError
-from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack
+from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, Stack
 from ddtree.layers.rotary import RotaryTable
 from ddtree.tree.triton_choice import prefers_triton
 
 logger = logging.getLogger(__name__)
 
 
-def load_target(folder: Path, dtype: torch.dtype, device: torch.device, max_positions: int) -> TargetModel:
+def load_target(
+    folder: Path, config: Any, dtype: torch.dtype, device: torch.device, max_positions: int
+) -> TargetModel:
     """The target in a checkpoint folder.
 
     Args:
         folder: a Hugging Face checkpoint folder.
+        config: its transformers config, from `load_target_config`.
         dtype, device: where and how it runs.
         max_positions: longest position that is used.
 
@@ -34,10 +36,6 @@ def load_target(folder: Path, dtype: torch.dtype, device: torch.device, max_posi
         CheckpointError: files are missing or broken.
         UnsupportedModelError: the architecture cannot be verified with draft trees here.
     """
-    config = load_config(folder)
-    reason = target_unsupported_reason(config)
-    if reason is not None:
-        raise UnsupportedModelError(f"target {config.model_type} cannot be used with draft trees: {reason}")
     reason = fused_unsupported_reason(config)
     if reason is None and any(folder.glob("*.safetensors")):
         reader = SafetensorsReader(folder)
@@ -52,8 +50,8 @@ def checked_stock_target(model: Any, dtype: torch.dtype, device: torch.device) -
     Raises:
         UnsupportedModelError: it does not, or cannot run with our cache at all.
     """
-    target = StockTarget(model, dtype, device)
     try:
+        target = StockTarget(model, dtype, device)
         fault = tree_verify_fault(target, dtype, device)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         fault = f"it cannot run with a static cache and an explicit mask ({first_line(error)})"
@@ -76,8 +74,13 @@ def make_stack(spec: DecoderSpec, layers: Sequence[DecoderLayer], rotary: Rotary
     return DecoderStack(spec, layers, rotary)
 
 
-def load_config(folder: Path) -> Any:
-    """The transformers config of a checkpoint folder; the text part of a multimodal one."""
+def load_target_config(folder: Path) -> Any:
+    """The transformers config of a checkpoint folder; the text part of a multimodal one.
+
+    Raises:
+        CheckpointError: it is missing or broken.
+        UnsupportedModelError: such a model cannot be verified with draft trees here.
+    """
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
@@ -86,7 +89,11 @@ def load_config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises KeyError, ValueError, OSError and its own here
         raise CheckpointError(f"{folder}/config.json cannot be used: {first_line(error)}") from error
-    return config.get_text_config()
+    config = config.get_text_config()
+    reason = target_unsupported_reason(config)
+    if reason is not None:
+        raise UnsupportedModelError(f"target {config.model_type} cannot be used with draft trees: {reason}")
+    return config
 
 
 def _load_stock(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:

@@ -64,14 +64,26 @@ class TextStream:
     def _settle(self, *, final: bool) -> None:
         before = self._decode(self._tokens[self._context : self._settled])
         after = self._decode(self._tokens[self._context :])
-        if after.endswith(REPLACEMENT) and not final and self._is_recent():
-            return  # bytes of a character that is not complete yet
+        end = len(self._tokens)
+        if after.endswith(REPLACEMENT) and not final:
+            # Bytes of a character that is not complete yet, or a replacement character of the model's own.
+            end = self._last_whole(after)
+            if end == self._settled:
+                return
+            after = self._decode(self._tokens[self._context : end])
         self._text += after[len(before) :]
-        self._context, self._settled = self._settled, len(self._tokens)
+        self._context, self._settled = self._settled, end
 
-    def _is_recent(self) -> bool:
-        """Whether the open bytes can still become a character: UTF-8 needs at most four."""
-        return len(self._tokens) - self._settled < 4
+    def _last_whole(self, text: str) -> int:
+        """How many tokens are settled if the newest ones may still become a character.
+
+        A character has at most four bytes, so what is open lies in the last three tokens; before
+        them a cut is safe where the tokens up to it give the beginning of `text`.
+        """
+        for end in range(len(self._tokens) - 3, self._settled, -1):
+            if text.startswith(self._decode(self._tokens[self._context : end])):
+                return end
+        return self._settled
 
     def _find_stop(self) -> None:
         found = [

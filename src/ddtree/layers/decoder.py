@@ -7,8 +7,9 @@ This is the CPU path and the reference of the Triton path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,20 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -
     return out.reshape(n, num_heads * head_dim)
 
 
+class Stack(Protocol):
+    """What runs layers; `DecoderStack` in plain torch is the reference."""
+
+    @property
+    def kernels_per_layer(self) -> int | None: ...
+
+    def forward(
+        self, hidden: Tensor, window: Window, kv_data: Tensor, tap_layer_ids: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+
+StackFactory = Callable[[DecoderSpec, Sequence[DecoderLayer], RotaryTable], Stack]
+
+
 class DecoderStack:
     """Runs the layers over a window; keys and values are written to the cache on the way.
 
@@ -91,6 +106,11 @@ class DecoderStack:
         self.spec = spec
         self.layers = tuple(layers)
         self.rotary = rotary
+
+    @property
+    def kernels_per_layer(self) -> int | None:
+        """Kernels that a layer launches; None where a library decides."""
+        return None
 
     def forward(
         self, hidden: Tensor, window: Window, kv_data: Tensor, tap_layer_ids: Sequence[int] = ()

@@ -223,6 +223,8 @@ class TritonDecoderStack(DecoderStack):
     def _launch_options(self, tile: Tile, launch: Launch) -> dict[str, int | bool]:
         # The interpreter knows no `launch_pdl`, so it is passed only where it is used.
         options: dict[str, int | bool] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        if self.layers[0].qkv.weight.dtype == torch.float32:  # twice the shared memory a stage
+            options["num_stages"] = min(tile.num_stages, 2)
         if self._launch_mode(launch) != "plain":
             options["launch_pdl"] = True
         return options
