@@ -15,18 +15,15 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from common import SETS, load_prompts, progress, write_results
-from ddtree import Engine, EngineConfig, Mode, Request, SamplingParams
-from ddtree.config import Dtype, parse_budget
+from common import SETS, engine_arguments, load_engine, load_prompts, load_stock, progress, write_results
+from ddtree import Engine, Mode, Request, SamplingParams
+from ddtree.config import parse_budget
 from ddtree.engine.protocols import TargetModel
-from ddtree.engine.stock_target import StockTarget
 from ddtree.layers.window import Window
-from ddtree.models import resolve_target
 
 PREFIX_TOKENS = 200
 WIDTHS = (1, 16, 32, 64)
@@ -117,14 +114,9 @@ def count_launches(engine: Engine, arm: Arm, max_tokens: int) -> dict[str, float
     return {"kernels": round(kernels / rounds, 1), "host_waits": round((waits - 1) / rounds, 2)}
 
 
-def machine_row(engine: Engine, config: EngineConfig) -> dict[str, dict[str, float]]:
+def machine_row(engine: Engine, model: str) -> dict[str, dict[str, float]]:
     """Verify passes of stock transformers and of this engine, launched eagerly."""
-    from transformers import AutoModelForCausalLM
-
-    dtype = engine.pair.kv_cache.data.dtype
-    folder = resolve_target(config.model)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-    stock = StockTarget(model.to(engine.device).eval().requires_grad_(False), dtype, engine.device)
+    stock = load_stock(model, engine)
     with torch.inference_mode():
         return {
             "stock transformers": verify_ms(stock, engine.device, repeats=9),
@@ -136,26 +128,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=0)
+    engine_arguments(parser)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--prompts", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--budgets", nargs="*", default=["16"])
     parser.add_argument("--row", action="store_true")
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    config = EngineConfig(
-        model=args.model,
-        drafter=args.drafter,
-        device=args.device,
-        dtype=Dtype(args.dtype),
-        threads=args.threads,
-    )
-    engine = Engine.load(config)
+    engine = load_engine(args)
     arms: list[Arm] = [(Mode.AR, "auto"), (Mode.CHAIN, "auto")]
     arms += [(Mode.TREE, parse_budget(budget)) for budget in args.budgets]
     sampling = SamplingParams(max_tokens=args.max_tokens)
@@ -166,7 +146,7 @@ def main() -> None:
         "dtype": str(engine.pair.kv_cache.data.dtype),
     }
     if args.row:
-        results["verify_ms"] = machine_row(engine, config)
+        results["verify_ms"] = machine_row(engine, args.model)
     warm_up = engine.encode("Say hello.")
     for arm in arms:
         engine.generate(Request(warm_up, SamplingParams(max_tokens=32), *arm))
@@ -175,6 +155,8 @@ def main() -> None:
             name: run_set(engine, load_prompts(name, args.prompts), arms, sampling, step)
             for name in args.sets
         }
+    if (Mode.TREE, "auto") in arms:
+        results["auto_costs_ms"] = engine.policy().costs.to_record()  # as corrected by the live run
     if engine.device.type == "cuda":
         results["a_round"] = {arm_name(arm): count_launches(engine, arm, 64) for arm in arms}
         results["kernels_per_layer"] = engine.target.kernels_per_layer

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
-from common import SETS, load_prompts, progress, write_results
-from ddtree import Engine, EngineConfig, Mode, Request, SamplingParams
-from ddtree.config import Dtype
+from common import SETS, engine_arguments, load_engine, load_prompts, progress, write_results
+from ddtree import Engine, Mode, Request, SamplingParams
 
 BUDGETS = (4, 16, 64, 256)
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -47,16 +45,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafter", default="auto")
+    engine_arguments(parser, device="cpu", dtype="float32")
     parser.add_argument("--prompts", type=int, default=40)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperatures", type=float, nargs="+", default=list(TEMPERATURES))
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    engine = Engine.load(
-        EngineConfig(model=args.model, drafter=args.drafter, device="cpu", dtype=Dtype.FLOAT32)
-    )
+    engine = load_engine(args)
     rows = []
     prompts = mixed_prompts(args.prompts)
     with progress("runs", len(args.temperatures) * len(prompts) * (len(ARMS) + 1)) as step:

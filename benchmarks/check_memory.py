@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from common import SETS, load_prompts, progress, write_results
-from ddtree import Engine, EngineConfig, Mode, Request, SamplingParams
-from ddtree.config import Dtype
+from common import SETS, engine_arguments, load_engine, load_prompts, progress, write_results
+from ddtree import Engine, Mode, Request, SamplingParams
 
 LARGEST_GROWTH = 0.02
 PLANS: tuple[tuple[Mode, Any], ...] = (
@@ -79,21 +78,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafter", default="auto")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    engine_arguments(parser)
     parser.add_argument("--rounds", type=int, default=10_000)
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--demo", action="store_true")
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     results: dict[str, Any] = {}
     if args.demo:
         results["demo_peak_mb"] = demo_peak_mb()
-    engine = Engine.load(
-        EngineConfig(model=args.model, drafter=args.drafter, device=args.device, dtype=Dtype(args.dtype))
-    )
+    engine = load_engine(args)
     rows = run_rounds(engine, args.rounds, args.max_tokens)
     growth = {key: round(rows[-1][key] / rows[0][key] - 1, 4) for key in rows[0] if key != "rounds"}
     results |= {"memory_mb": rows, "growth_after_first_tenth": growth}

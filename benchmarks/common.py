@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -9,10 +10,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ddtree import Engine, EngineConfig
+from ddtree.config import Dtype
+from ddtree.engine.stock_target import StockTarget
+from ddtree.models import resolve_target
 from ddtree.provenance import provenance
 
 PROMPTS = Path(__file__).parent / "data" / "prompts"
 SETS = ("gsm8k", "humaneval", "mt_bench")
+
+
+def engine_arguments(parser: argparse.ArgumentParser, **defaults: str) -> None:
+    """Add what decides an engine: --model, --drafter, --device, --dtype, --threads; and --output."""
+    for name, value in {
+        "model": "smollm2-135m",
+        "drafter": "auto",
+        "device": "auto",
+        "dtype": "auto",
+    }.items():
+        parser.add_argument(f"--{name}", default=defaults.get(name, value))
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+
+
+def load_engine(args: argparse.Namespace) -> Engine:
+    """The engine of parsed arguments."""
+    return Engine.load(
+        EngineConfig(
+            model=args.model,
+            drafter=args.drafter,
+            device=args.device,
+            dtype=Dtype(args.dtype),
+            threads=args.threads,
+        )
+    )
+
+
+def load_stock(name: str, engine: Engine) -> StockTarget:
+    """A target again, on its own transformers modules, where and as the engine runs."""
+    from transformers import AutoModelForCausalLM
+
+    dtype = engine.pair.kv_cache.data.dtype
+    model = AutoModelForCausalLM.from_pretrained(
+        resolve_target(name), dtype=dtype, attn_implementation="sdpa"
+    )
+    return StockTarget(model.to(engine.device).eval().requires_grad_(False), dtype, engine.device)
 
 
 def load_prompts(name: str, count: int) -> list[str]:
