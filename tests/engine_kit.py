@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from ddtree.engine.protocols import Drafter, TargetModel
 from ddtree.engine.request import Generation, Request
 from ddtree.engine.target import load_target, load_target_config
 from ddtree.layers.window import Window
-from tiny_models import tiny_llama
+from ddtree.stats import RoundStats
+from tiny_models import load_tiny_drafter, tiny_llama, write_tiny_drafter
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 256
@@ -44,6 +46,7 @@ class ScriptDrafter:
     """Drafts a known text with mistakes: at some depths the right token is second, third or absent.
 
     Its drafts depend on absolute positions only, so that every round of every width sees the same.
+    It asks what every drafter may rely on: a block of full size that stands at the root.
     """
 
     block_size = BLOCK_SIZE
@@ -52,6 +55,7 @@ class ScriptDrafter:
     def __init__(self, script: Sequence[int], prompt_len: int, seed: int = 0) -> None:
         self.script, self.prompt_len, self.seed = list(script), prompt_len, seed
         self.appended: list[tuple[int, int]] = []  # (first slot, rows) of each append
+        self.draft_ct = 0
 
     def new_context(self, capacity: int) -> DraftContext:
         return DraftContext(1, 1, capacity, 4, torch.float32, CPU)
@@ -62,7 +66,13 @@ class ScriptDrafter:
         self.appended.append((window.start, taps.shape[0]))
 
     def draft_logits(self, root_token: Tensor, context: DraftContext, window: Window) -> Tensor:
-        first = int(window.positions[0]) + 1
+        prefix_len = int(window.prefix_len)
+        assert window.num_tokens == BLOCK_SIZE
+        assert window.positions.tolist() == list(range(prefix_len, prefix_len + BLOCK_SIZE))
+        assert window.tree_mask is not None
+        assert bool(window.tree_mask.all())
+        self.draft_ct += 1
+        first = prefix_len + 1
         return torch.stack([self._logits(first + i) for i in range(self.block_size - 1)])
 
     def _logits(self, position: int) -> Tensor:
@@ -105,3 +115,38 @@ def scripted_engine(
     """An engine whose drafter often knows what plain decoding of the request says."""
     script = plain(target, sampling, prompt).tokens
     return tiny_engine(target, ScriptDrafter(script, len(prompt)))
+
+
+def real_engine(folder: Path, max_context: int, vocab_size: int = 32) -> Engine:
+    """An engine with a tiny DFlash drafter; so few tokens that its random drafts are right at times.
+
+    Rotary tables end where `Engine.load` ends them, a block past the context.
+    """
+    model = tiny_llama(vocab_size=vocab_size)
+    model.config.max_position_embeddings = 2048
+    max_positions = max_context + BLOCK_SIZE
+    target = tiny_target(folder / "target", model, max_positions)
+    drafter_folder = write_tiny_drafter(
+        folder / "drafter", model, BLOCK_SIZE, max_position_embeddings=max_positions
+    )
+    drafter = load_tiny_drafter(drafter_folder, model, max_positions)
+    return tiny_engine(target, drafter, max_context=max_context)
+
+
+class Recorder:
+    """Keeps what each round did, its tree too, without its time."""
+
+    wants_trees = True
+
+    def __init__(self) -> None:
+        self.rounds: list[RoundStats] = []
+
+    def on_round(self, stats: RoundStats) -> None:
+        self.rounds.append(dataclasses.replace(stats, round_ms=0.0))
+
+
+def rounds_of(engine: Engine, request: Request) -> list[RoundStats]:
+    """Run a request and return its rounds."""
+    recorder = Recorder()
+    engine.generate(dataclasses.replace(request, observer=recorder))
+    return recorder.rounds

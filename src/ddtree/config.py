@@ -16,11 +16,13 @@ from typing import Any, Literal
 from ddtree.errors import ConfigError
 
 MAX_NODE_BUDGET = 1024
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?")
 MAX_CANDIDATE_TOPK = 1024
 MAX_STOP_STRINGS = 16
 # Dividing logits by less than this overflows float32 for no visible change in the draw.
 GREEDY_BELOW = 1e-5
+# Further penalties and temperatures keep such a logit within float32.
+MAX_LOGIT_BIAS = 1e30
 
 
 class Mode(StrEnum):
@@ -56,7 +58,12 @@ def is_int(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def parse_mode(value: str) -> Mode:
@@ -65,16 +72,16 @@ def parse_mode(value: str) -> Mode:
     return Mode(value)
 
 
-def parse_budget(value: int | str) -> int | Literal["auto"]:
-    """A node budget from 1 to `MAX_NODE_BUDGET`, or "auto"."""
+def parse_budget(value: int | str, name: str = "node_budget") -> int | Literal["auto"]:
+    """A node budget from 1 to `MAX_NODE_BUDGET`, or "auto"; `name` is what the caller calls it."""
     if value == "auto":
         return "auto"
     allowed = f"a whole number from 1 to {MAX_NODE_BUDGET}, or auto"
     try:
         number = int(value)
     except (OverflowError, TypeError, ValueError):
-        raise ConfigError(f"node_budget={value!r} is not allowed: {allowed}") from None
-    check(1 <= number <= MAX_NODE_BUDGET, "node_budget", value, allowed, "try 16 on a CPU, 64 on a GPU")
+        raise ConfigError(f"{name}={value!r} is not allowed: {allowed}") from None
+    check(1 <= number <= MAX_NODE_BUDGET, name, value, allowed, "try 16 on a CPU, 64 on a GPU")
     return number
 
 
@@ -115,19 +122,23 @@ class SamplingParams:
         check(is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0, at most 1")
         check(is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "from 0 to 1")
         check(
-            is_number(self.repetition_penalty) and 0 < self.repetition_penalty <= 10,
-            "repetition_penalty", self.repetition_penalty, "above 0, at most 10",
+            is_number(self.repetition_penalty) and 0.01 <= self.repetition_penalty <= 10,
+            "repetition_penalty", self.repetition_penalty, "from 0.01 to 10",
         )  # fmt: skip
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             check(is_number(value) and -2 <= value <= 2, name, value, "from -2 to 2")
         self._check_lists()
 
+        check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "true or false")
+
     def _check_lists(self) -> None:
+        allowed = f"token ids from 0 with numbers from {-MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
+        check(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, allowed)
         for token, bias in self.logit_bias.items():
             check(
-                is_int(token) and token >= 0 and is_number(bias),
-                "logit_bias", {token: bias}, "token ids from 0 with finite numbers",
+                is_int(token) and token >= 0 and is_number(bias) and abs(bias) <= MAX_LOGIT_BIAS,
+                "logit_bias", {token: bias}, allowed,
             )  # fmt: skip
         check(is_int(self.seed) and -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit whole number")
         check(
@@ -192,3 +203,4 @@ class EngineConfig:
             is_int(self.candidate_topk) and 0 <= self.candidate_topk <= MAX_CANDIDATE_TOPK,
             "candidate_topk", self.candidate_topk, f"0 (the node budget) to {MAX_CANDIDATE_TOPK}",
         )  # fmt: skip
+        check(isinstance(self.cuda_graphs, bool), "cuda_graphs", self.cuda_graphs, "true or false")

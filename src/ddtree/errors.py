@@ -51,3 +51,15 @@ class MissingExtraError(DDTreeError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; install it with: pip install 'sglang-ddtree[{extra}]'")
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, in one line: with the next line after a colon, or its name.
+
+    A `KeyError` says only the key, so its name goes before.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {text}" if isinstance(error, KeyError) else text

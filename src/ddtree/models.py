@@ -84,6 +84,18 @@ def resolve_drafter(name: str, target: str) -> Path | None:
 
 def resolve_folder(name: str) -> Path:
     """The folder of a checkpoint that lies here or on the Hugging Face hub."""
+    try:
+        return find_folder(name) or download_from_hub(name)
+    except RuntimeError:  # of expanduser
+        raise ModelNotFoundError(
+            f"{name!r}: no home folder is known for the part with ~; write the whole path"
+        ) from None
+    except OSError as error:
+        raise ModelNotFoundError(f"{name!r}: {error.strerror or error}{known_names(name)}") from error
+
+
+def find_folder(name: str) -> Path | None:
+    """The checkpoint folder of that path, None for a name that may be one of the Hugging Face hub."""
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -95,7 +107,7 @@ def resolve_folder(name: str) -> Path:
         raise CheckpointError(f"{name!r} is a file: give the folder of a Hugging Face checkpoint")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelNotFoundError(f"{name!r}: no such folder{known_names(name)}")
-    return download_from_hub(name)
+    return None
 
 
 def download_from_hub(name: str) -> Path:

@@ -4,12 +4,22 @@ import dataclasses
 import itertools
 
 import pytest
+import torch
 
 from ddtree.config import Mode, SamplingParams
 from ddtree.engine.engine import choose_device
 from ddtree.engine.request import FinishReason, Request
 from ddtree.errors import ConfigError, ContextLengthError, DDTreeError
-from engine_kit import PROMPT, plain, scripted_engine, tiny_engine, tiny_target
+from engine_kit import (
+    PROMPT,
+    Recorder,
+    plain,
+    real_engine,
+    rounds_of,
+    scripted_engine,
+    tiny_engine,
+    tiny_target,
+)
 
 SAMPLING = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
 
@@ -85,16 +95,17 @@ def test_stop_string_is_cut_out(target, engine, mode):
     assert stream.result().finish_reason is FinishReason.STOP
 
 
-def test_context_end_finishes_the_text(target):
-    """Windows near the end reach past it; the text ends exactly there."""
-    sampling = SamplingParams(max_tokens=10_000)
-    engine = tiny_engine(target, None, max_context=40)
-    expected = engine.generate(Request(PROMPT, sampling, Mode.AR))
-    assert len(PROMPT) + len(expected.tokens) == 40
+@pytest.mark.parametrize(("mode", "budget"), [(Mode.CHAIN, 1), (Mode.TREE, 16), (Mode.TREE, 64)])
+def test_context_end_finishes_the_text(tmp_path, mode, budget):
+    """Windows near the end reach past it by less than a block, where rotary tables end; the text does not."""
+    engine = real_engine(tmp_path, max_context=40)
+    prompt, sampling = tuple(range(5, 25)), SamplingParams(max_tokens=10_000)
+    expected = engine.generate(Request(prompt, sampling, Mode.AR))
+    assert len(prompt) + len(expected.tokens) == 40
     assert expected.finish_reason is FinishReason.LENGTH
-    engine = scripted_engine(target, dataclasses.replace(sampling, max_tokens=60))
-    engine.max_context_tokens = 40
-    assert engine.generate(Request(PROMPT, sampling, Mode.TREE, 64)).tokens == expected.tokens
+    result = engine.generate(Request(prompt, sampling, mode, budget))
+    assert result.tokens == expected.tokens
+    assert result.finish_reason is FinishReason.LENGTH
 
 
 def test_cancel_ends_after_the_round_and_frees_the_engine(engine):
@@ -130,15 +141,6 @@ def test_an_error_in_an_observer_frees_the_engine(engine):
 
 
 def test_observer_sees_rounds_that_add_up(engine):
-    class Recorder:
-        wants_trees = True
-
-        def __init__(self):
-            self.rounds = []
-
-        def on_round(self, stats):
-            self.rounds.append(stats)
-
     recorder = Recorder()
     result = engine.generate(Request(PROMPT, SAMPLING, Mode.TREE, 16, observer=recorder))
     tokens, at = list(result.tokens), 0
@@ -154,6 +156,50 @@ def test_observer_sees_rounds_that_add_up(engine):
         at += len(seen.accept_tokens)
 
 
+def test_a_stream_runs_once(engine):
+    stream = engine.stream(Request(PROMPT, SAMPLING, Mode.TREE, 4))
+    assert len(list(stream)) > 1
+    tokens = stream.result().tokens
+    with pytest.raises(DDTreeError, match="a stream runs once"):
+        next(iter(stream))
+    assert stream.result().tokens == tokens
+    assert len(engine.generate(Request(PROMPT, SAMPLING, Mode.TREE, 4)).tokens) == 40
+
+
+def test_a_stream_that_found_the_engine_busy_can_start_later(engine):
+    first = iter(engine.stream(Request(PROMPT, SAMPLING, Mode.TREE, 4)))
+    next(first)
+    second = engine.stream(Request(PROMPT, SAMPLING, Mode.TREE, 4))
+    with pytest.raises(DDTreeError, match="one request at a time"):
+        next(iter(second))
+    first.close()
+    assert sum(len(chunk.tokens) for chunk in second) == 40
+
+
+@pytest.mark.parametrize("mode", [Mode.AR, Mode.TREE])
+def test_inference_mode_does_not_leak(engine, mode):
+    """Neither to observers nor to whoever consumes the stream."""
+    seen = []
+
+    class Observer:
+        wants_trees = True
+
+        def on_round(self, stats):
+            seen.append(torch.is_inference_mode_enabled())
+
+    for _ in engine.stream(Request(PROMPT, SAMPLING, mode, 4, observer=Observer())):
+        seen.append(torch.is_inference_mode_enabled())
+    assert len(seen) > 20
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_modes_may_be_named_by_their_strings(engine, mode):
+    named, enum = (rounds_of(engine, Request(PROMPT, SAMPLING, m, 16)) for m in (mode.value, mode))
+    assert [(r.accept_tokens, r.num_nodes) for r in named] == [(r.accept_tokens, r.num_nodes) for r in enum]
+    assert {r.mode for r in named} == {mode}
+
+
 @pytest.mark.parametrize(
     ("prompt", "fields", "error", "words"),
     [
@@ -162,6 +208,23 @@ def test_observer_sees_rounds_that_add_up(engine):
         ((999,), {}, ConfigError, "ids from 0 to 255"),
         (PROMPT, {"node_budget": 0}, ConfigError, "node_budget=0"),
         (PROMPT, {"node_budget": 10**9}, ConfigError, "from 1 to 1024"),
+        (
+            PROMPT,
+            {"node_budget": "16"},
+            ConfigError,
+            "node_budget='16' is not allowed: a whole number or auto",
+        ),
+        (PROMPT, {"node_budget": 16.7}, ConfigError, "node_budget=16.7 is not allowed"),
+        (PROMPT, {"node_budget": True}, ConfigError, "node_budget=True is not allowed"),
+        (PROMPT, {"node_budget": None}, ConfigError, "node_budget=None is not allowed"),
+        (PROMPT, {"mode": None}, ConfigError, "one of ar, chain, tree"),
+        ((-1,), {}, ConfigError, "ids from 0 to 255"),
+        (
+            PROMPT,
+            {"sampling": SamplingParams(stop_token_ids=(2, 256))},
+            ConfigError,
+            "stop_token_ids has 256",
+        ),
         (PROMPT, {"mode": "forest"}, ConfigError, "one of ar, chain, tree"),
         (PROMPT, {"sampling": SamplingParams(logit_bias={256: 1.0})}, ConfigError, "0 to 255"),
     ],

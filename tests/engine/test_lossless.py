@@ -1,5 +1,7 @@
 """One seed, one text: plain, chain and trees of every width commit the same tokens in float32."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,11 +10,12 @@ from ddtree.engine import decode_round
 from ddtree.engine.kv_cache import KVCache
 from ddtree.engine.request import Request
 from engine_kit import (
-    BLOCK_SIZE,
     PROMPT,
     VOCAB_SIZE,
     ScriptDrafter,
     plain,
+    real_engine,
+    rounds_of,
     scripted_engine,
     tiny_engine,
     tiny_target,
@@ -79,12 +82,13 @@ def test_families_and_the_stock_path_agree(make, tmp_path):
             )
 
 
-def test_budget_one_commits_what_the_top_token_allows(target):
-    """The block keeps its full size whatever the budget: a small budget trims the tree only."""
+@pytest.mark.parametrize(("mode", "budget"), PLANS)
+def test_the_block_keeps_its_size_whatever_the_budget(target, mode, budget):
+    """A small budget trims the tree, never the block: the drafter itself asserts what it is given."""
     sampling = SamplingParams(max_tokens=NUM_TOKENS)
     engine = scripted_engine(target, sampling)
-    assert engine.pair.block_size == BLOCK_SIZE
-    assert engine.generate(Request(PROMPT, sampling, Mode.TREE, 1)).stats.accept_length <= 2
+    stats = engine.generate(Request(PROMPT, sampling, mode, budget)).stats
+    assert engine.drafter.draft_ct == stats.verify_ct
 
 
 def test_a_useless_drafter_changes_nothing_but_speed(target):
@@ -108,34 +112,35 @@ def test_drafter_gets_each_committed_token_once(target):
     assert expected == int(engine.sequence.prefix_len)
 
 
-def test_requests_share_no_state(target):
+def test_requests_share_no_state(tmp_path):
+    """The rounds are the same too: what leaked into the drafter's context would change its trees."""
+    engine = real_engine(tmp_path, max_context=256)
     sampling = SamplingParams(max_tokens=20, temperature=1.0, frequency_penalty=0.5)
-    engine = scripted_engine(target, sampling)
-    request = Request(PROMPT, sampling, Mode.TREE, 16)
-    alone = engine.generate(request)
-    engine.generate(Request(tuple(range(100, 180)), SamplingParams(max_tokens=30), Mode.TREE, 64))
-    assert engine.generate(request).tokens == alone.tokens
+    request = Request(tuple(range(5, 25)), sampling, Mode.TREE, 16)
+    alone = rounds_of(engine, request)
+    engine.generate(Request(tuple(i % 32 for i in range(80)), SamplingParams(max_tokens=30), Mode.TREE, 64))
+    assert rounds_of(engine, request) == alone
+    assert any(len(seen.accept_tokens) > 1 for seen in alone)
 
 
 def planted(monkeypatch, fault):
     """Plant a fault of the kind that others shipped."""
     if fault == "kv not moved":
-        monkeypatch.setattr(KVCache, "move", lambda self, source, destination: None)
+        monkeypatch.setattr(KVCache, "compact", lambda self, prefix_len, result: None)
     elif fault == "positions by slot":
         real = decode_round.verify
 
         def by_slot(pair, sequence, built):
-            tree = built.tree
-            depths = torch.arange(tree.num_verify_tokens)[None]
-            fake = type(tree)(tree.tokens, tree.parents, depths, tree.log_probs)
-            return real(pair, sequence, built._replace(tree=fake))
+            positions = sequence.prefix_len + torch.arange(built.tree.num_verify_tokens)[None]
+            layout = dataclasses.replace(built.layout, positions=positions)
+            return real(pair, sequence, built._replace(layout=layout))
 
         monkeypatch.setattr(decode_round, "verify", by_slot)
     else:
         real_window = decode_round.Sequence.window
 
         def sees_siblings(self, depths, tree_mask):
-            if tree_mask is not None:
+            if tree_mask is not None and not tree_mask.all():  # the drafter's block sees all anyway
                 tree_mask = torch.ones_like(tree_mask).tril()
             return real_window(self, depths, tree_mask)
 

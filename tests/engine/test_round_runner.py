@@ -1,5 +1,7 @@
 """The CUDA graph runner's steps on the CPU: static shapes, device-side prefix length, recorded steps."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils._pytree import tree_flatten
@@ -9,7 +11,16 @@ from ddtree.engine.request import Request
 from ddtree.engine.round_runner import GraphRunner
 from ddtree.engine.sampling import TokenChooser, choose_along_path, count_paths
 from ddtree.tree import DraftMarginals, build_draft_trees, tree_layout
-from engine_kit import PROMPT, VOCAB_SIZE, plain, scripted_engine, tiny_target
+from engine_kit import (
+    BLOCK_SIZE,
+    PROMPT,
+    VOCAB_SIZE,
+    plain,
+    real_engine,
+    rounds_of,
+    scripted_engine,
+    tiny_target,
+)
 
 
 class Recorded:
@@ -66,11 +77,63 @@ def test_static_steps_say_what_plain_decoding_says(target, fields):
     expected = plain(target, sampling).tokens
     engine = scripted_engine(target, sampling)
     engine.drafter.append = lambda context, taps, window: None
-    engine.pair.kv_cache.data.zero_()
-    engine.runner = ReplayingRunner(engine.pair, engine.sequence)
+    replaying(engine)
     for mode, budget in [(Mode.TREE, 16), (Mode.CHAIN, 1), (Mode.TREE, 4), (Mode.AR, 1), (Mode.TREE, 16)]:
         result = engine.generate(Request(PROMPT, sampling, mode, budget))
         assert result.tokens == expected, (mode, budget)
+
+
+def replaying(engine):
+    """The engine with recorded steps; like a GPU's, its cache holds zeros where nothing was written."""
+    engine.pair.kv_cache.data.zero_()
+    engine.runner = ReplayingRunner(engine.pair, engine.sequence)
+    return engine
+
+
+# Key extents are powers of two from 512, capacities are not: 512, 512, and 1024 past 512 tokens.
+CONTEXTS = [(256, 20), (400, 20), (600, 497)]
+
+
+def drafted_requests(prompt_len):
+    prompt = tuple(i * 7 % 32 for i in range(prompt_len))
+    for fields in ({}, {"temperature": 1.0, "frequency_penalty": 0.3}):
+        sampling = SamplingParams(max_tokens=16, **fields)
+        for mode, budget in [(Mode.TREE, 16), (Mode.CHAIN, 1), (Mode.TREE, 64)]:
+            yield Request(prompt, sampling, mode, budget)
+
+
+@pytest.mark.parametrize(("max_context", "prompt_len"), CONTEXTS)
+def test_static_steps_with_a_real_drafter_are_the_eager_ones(tmp_path, max_context, prompt_len):
+    """Not only the same text: the same drafts, so the drafter's context is read and written alike."""
+    engine = real_engine(tmp_path, max_context)
+    requests = list(drafted_requests(prompt_len))
+    eager = [rounds_of(engine, request) for request in requests]
+    replaying(engine)
+    for request, expected in zip(requests, eager, strict=True):
+        got = rounds_of(engine, request)
+        assert [seen.accept_tokens for seen in got] == [seen.accept_tokens for seen in expected]
+        for seen, wanted in zip(got, expected, strict=True):
+            assert seen.log_probs == pytest.approx(wanted.log_probs, abs=1e-4)
+    assert any(len(seen.accept_tokens) > 1 for rounds in eager for seen in rounds)
+
+
+@pytest.mark.parametrize(("max_context", "prompt_len"), CONTEXTS)
+def test_a_context_without_the_caches_capacity_is_found_out(tmp_path, max_context, prompt_len):
+    """The test above can fail: a drafter context as long as the text and a block is read past its end."""
+    engine = real_engine(tmp_path, max_context)
+    short = engine.drafter.new_context(max_context + BLOCK_SIZE)
+    engine.pair = dataclasses.replace(engine.pair, draft_context=short)
+    with pytest.raises(RuntimeError, match="size"):
+        replaying(engine).generate(next(drafted_requests(prompt_len)))
+
+
+def test_the_widest_tree_fits_at_the_end_of_the_context(tmp_path):
+    """There the power of two passes the cache, which the extent may not."""
+    engine = replaying(real_engine(tmp_path, max_context=40))
+    request = Request(tuple(range(20)), SamplingParams(max_tokens=99), Mode.TREE, 1024)
+    expected = engine.generate(dataclasses.replace(request, mode=Mode.AR)).tokens
+    assert len(expected) == 20
+    assert engine.generate(request).tokens == expected
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import groupby
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, Stack
 from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
 from ddtree.layers.window import Window
+
+HAS_TRITON = find_spec("triton") is not None
 
 
 class StackSegment(NamedTuple):
@@ -105,6 +108,14 @@ class DFlashDrafter:
         config, n = self.config, taps.shape[0]
         features = rms_norm(self.fc(taps), self.hidden_norm, config.rms_norm_eps)  # [n, hidden]
         kv = self.context_kv(features).view(n, config.num_layers, 2, config.num_kv_heads, config.head_dim)
+        if kv.is_cuda and HAS_TRITON:
+            from ddtree.layers.triton_commit import write_context
+
+            write_context(
+                kv, self.k_norms, self.rotary.cos, self.rotary.signed_sin, config.rms_norm_eps,
+                window.positions, window.prefix_len, context.kv_data,
+            )  # fmt: skip
+            return
         keys = F.rms_norm(kv[:, :, 0], (config.head_dim,), eps=config.rms_norm_eps) * self.k_norms
         keys = self.rotary.rotate(keys.flatten(1, 2), *self.rotary.at(window.positions))
         rows = torch.stack((keys.view(kv[:, :, 1].shape), kv[:, :, 1]), 2)

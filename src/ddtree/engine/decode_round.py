@@ -19,7 +19,7 @@ from ddtree.tree.build_triton import build_trees_with_layout
 from ddtree.tree.draft_tree import DraftTree
 from ddtree.tree.layout import TreeLayout, tree_layout
 from ddtree.tree.marginals import DraftMarginals
-from ddtree.tree.verify import VerifyResult, compaction_indices, follow, verify_sampled
+from ddtree.tree.verify import VerifyResult, follow, verify_sampled
 
 
 class Built(NamedTuple):
@@ -58,7 +58,8 @@ def draft(pair: ModelPair, sequence: Sequence, plan: DraftPlan) -> DraftMarginal
     """One drafter pass over a whole block; None when the plan is plain decoding."""
     if plan.mode == Mode.AR or pair.drafter is None or pair.draft_context is None:
         return None
-    window = sequence.window(*block_window(pair.drafter.block_size, sequence.root_token.device))
+    depths, everything = block_window(pair.drafter.block_size, sequence.root_token.device)
+    window = sequence.window(sequence.prefix_len + depths, everything)
     logits = pair.drafter.draft_logits(sequence.root_token, pair.draft_context, window)
     return DraftMarginals.from_logits(logits[None], pair.topk(plan))  # [1, draft_depth, K]
 
@@ -94,7 +95,7 @@ def root_only(root_token: Tensor) -> DraftTree:
 
 def verify(pair: ModelPair, sequence: Sequence, built: Built) -> VerifyPass:
     """One target pass over all nodes; each sees the prefix and its own ancestors."""
-    window = sequence.window(built.tree.depths[0], built.layout.ancestor_mask[0])
+    window = sequence.window(built.layout.positions[0], built.layout.ancestor_mask[0])
     output = pair.target.forward(built.tree.tokens[0], window, pair.kv_cache, pair.tap_layer_ids)
     return VerifyPass(output, window)
 
@@ -116,12 +117,12 @@ def accept(built: Built, verified: VerifyPass, chooser: TokenChooser, draft_dept
 
 def commit(pair: ModelPair, sequence: Sequence, verified: VerifyPass, result: VerifyResult) -> None:
     """Move the accept path's KV to the front, give its features to the drafter, advance the root."""
-    source, destination = compaction_indices(result, sequence.prefix_len)  # [1, block_size]
-    pair.kv_cache.move(source[0], destination[0])
+    pair.kv_cache.compact(sequence.prefix_len, result)
     if pair.drafter is not None and pair.draft_context is not None and verified.output.taps is not None:
         path = result.accept_indices[0].clamp(min=0)  # [block_size], junk rows past the path do no harm
         if path.is_cpu:
             path = path[: int(result.num_correct_drafts) + 1]
-        committed = sequence.window(block_window(pair.block_size, path.device)[0][: path.shape[0]], None)
+        depths = block_window(pair.block_size, path.device)[0][: path.shape[0]]
+        committed = sequence.window(sequence.prefix_len + depths, None)
         pair.drafter.append(pair.draft_context, verified.output.taps[path], committed)
     sequence.advance(result.bonus_tokens, result.num_correct_drafts + 1)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ddtree.tree.triton_choice import prefers_triton
+from ddtree.tree.verify import VerifyResult, compaction_indices
+
 
 class KVCache:
     """Keys and values of every layer, slot = position in the sequence.
@@ -32,9 +35,19 @@ class KVCache:
     def capacity_tokens(self) -> int:
         return self.data.shape[3]
 
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy slots `source` [m] to `destination` [m] on every layer.
+    def compact(self, prefix_len: Tensor, result: VerifyResult) -> None:
+        """Move the accept path's keys and values to the front of the verify window, on every layer.
 
-        Gather then scatter: a slot may be both. Slots that nothing committed may be among them.
+        Gather then scatter: a slot may be an accepted node's own and another's destination.
+
+        Args:
+            prefix_len: [1] int64, where the window begins.
+            result: the accept walk of one request.
         """
-        self.data.index_copy_(3, destination, self.data.index_select(3, source))
+        if prefers_triton(self.data):
+            from ddtree.layers.triton_commit import move_rows
+
+            move_rows(self.data, prefix_len, result.accept_indices[0])
+            return
+        source, destination = compaction_indices(result, prefix_len)  # [1, block_size]
+        self.data.index_copy_(3, destination[0], self.data.index_select(3, source[0]))

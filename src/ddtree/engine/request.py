@@ -45,6 +45,11 @@ class Request:
             "node_budget", self.node_budget, "a whole number or auto",
         )  # fmt: skip
         parse_budget(self.node_budget)
+        if not (isinstance(self.prompt_tokens, tuple | list) and all(map(is_int, self.prompt_tokens))):
+            raise ConfigError(
+                f"prompt_tokens={repr(self.prompt_tokens)[:60]} is not allowed: a tuple of token ids; "
+                "encode a text with Engine.encode"
+            )
         if not self.prompt_tokens:
             raise ConfigError("prompt=[] is not allowed: at least one token; give a prompt that is not empty")
 

@@ -34,7 +34,9 @@ def apply_top_p(logits: Tensor, top_p: float) -> Tensor:
         return logits
     ordered, order = torch.softmax(logits, -1).sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(-1) - ordered  # probability of the tokens ahead, [n, vocab]
-    drop = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, before >= top_p)
+    is_past = before >= top_p
+    is_past[:, 0] = False  # where float32 rounds top_p to 0
+    drop = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, is_past)
     return logits.masked_fill(drop, float("-inf"))
 
 

@@ -61,12 +61,11 @@ class Sequence:
         self.prefix_len.fill_(prefix_len)
         self.start = prefix_len
 
-    def window(self, depths: Tensor, tree_mask: Tensor | None) -> Window:
-        """The window of n tokens that begins at the root; depths [n] are counted from the root."""
-        positions = self.prefix_len + depths
+    def window(self, positions: Tensor, tree_mask: Tensor | None) -> Window:
+        """The window that begins at the root, for tokens at positions [n]."""
         if self.start is None:
             return Window(positions, self.prefix_len, self.kv_extent, tree_mask, None)
-        extent = self.start + depths.shape[0]
+        extent = self.start + positions.shape[0]
         return Window(positions, self.prefix_len, extent, tree_mask, self.start)
 
     def advance(self, root_token: Tensor, num_accept_tokens: Tensor) -> None:

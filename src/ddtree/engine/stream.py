@@ -72,7 +72,11 @@ class TokenStream:
         self._stats.prefill_s = time.perf_counter() - begin
         yield self._take((first,))
         while self._finish is None:
-            yield self._take(self._round())
+            begin = time.perf_counter()
+            chunk = self._take(self._round())
+            # Text and stop checks are part of decoding; what the consumer does with a chunk is not.
+            self._stats.decode_s += time.perf_counter() - begin
+            yield chunk
 
     def _round(self) -> tuple[int, ...]:
         plan = self._planner.next_plan()
@@ -83,7 +87,6 @@ class TokenStream:
             readout = self._runner.run(plan, self._chooser, self._planner.budgets)
             self._chooser.count(self._runner.last_round.result.accept_tokens[0])
         round_s = time.perf_counter() - begin
-        self._stats.decode_s += round_s
         self._stats.verify_ct += 1
         self._stats.accept_histogram[len(readout.accept_tokens)] += 1
         if not self._runner.has_captured:  # a capture's time says nothing of the plan

@@ -36,11 +36,14 @@ class TextStream:
     def push(self, token: int) -> None:
         """Add one token; sets `stopped` when a stop string is complete."""
         self._tokens.append(token)
-        self._settle(final=False)
-        self._find_stop()
+        if self._stop:  # otherwise decoding can wait for the round's other tokens
+            self._settle(final=False)
+            self._find_stop()
 
     def take(self) -> str:
         """New text that is safe to show."""
+        if not self._stop:
+            self._settle(final=False)
         return self._show(len(self._text) if self.stopped else len(self._text) - self._held())
 
     def finish(self) -> str:
@@ -78,10 +81,11 @@ class TextStream:
         """How many tokens are settled if the newest ones may still become a character.
 
         A character has at most four bytes, so what is open lies in the last three tokens; before
-        them a cut is safe where the tokens up to it give the beginning of `text`.
+        them a cut is safe where both sides decoded apart give `text`: one inside a character does not.
         """
         for end in range(len(self._tokens) - 3, self._settled, -1):
-            if text.startswith(self._decode(self._tokens[self._context : end])):
+            head, tail = self._decode(self._tokens[self._context : end]), self._decode(self._tokens[end:])
+            if head + tail == text:
                 return end
         return self._settled
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import triton
@@ -55,53 +55,91 @@ class StackTiles:
     launch: Launch
 
 
-def tiles_for(num_tokens: int, kv_extent: int) -> StackTiles:
-    """Tiles for a window of `num_tokens` tokens that reads up to `kv_extent` key slots.
-
-    Fitted to hidden sizes near 576 on an H200: enough programs to use every multiprocessor's share
-    of bandwidth, and all of a program's input on its way at once.
-    """
-    num_splits = min(MAX_KEY_SPLITS, triton.cdiv(kv_extent, 128))
-    if num_tokens == 1:
-        return StackTiles(
+# Widest window -> tiles, narrowest first. Measured on an H200 by benchmarks/bench_decoder_gpu.py at hidden
+# size 576 and a prefix of 300: each kernel alone over 30 layers, then the whole stack in each launch mode.
+TABLE: tuple[tuple[int, StackTiles], ...] = (
+    (
+        1,
+        StackTiles(
             qkv=Tile(1, 8, 64, 1, 2, 1),
             qkv_whole_heads=Tile(1, 64, 64, 1, 8, 1),
             attention=Tile(16, 128, 0, 4, 4, 2),
             out=Tile(1, 4, 64, 1, 1, 1),
             gate_up=Tile(1, 16, 64, 1, 4, 1),
             down=Tile(1, 4, 256, 1, 4, 1),
-            num_splits=num_splits,
+            num_splits=MAX_KEY_SPLITS,
             launch="early",
-        )
-    if num_tokens <= 16:
-        return StackTiles(
-            qkv=Tile(16, 16, 128, 4, 4, 6),
+        ),
+    ),
+    (
+        16,
+        StackTiles(
+            qkv=Tile(16, 8, 256, 4, 4, 4),
+            qkv_whole_heads=Tile(16, 64, 64, 1, 4, 10),
+            attention=Tile(16, 64, 0, 4, 4, 2),
+            out=Tile(16, 8, 128, 2, 2, 6),
+            gate_up=Tile(16, 16, 128, 2, 2, 6),
+            down=Tile(16, 8, 256, 4, 4, 7),
+            num_splits=8,
+            launch="late",
+        ),
+    ),
+    (
+        32,
+        StackTiles(
+            qkv=Tile(16, 32, 128, 2, 2, 6),
+            qkv_whole_heads=Tile(16, 64, 128, 4, 4, 6),
+            attention=Tile(16, 64, 0, 4, 4, 2),
+            out=Tile(16, 16, 128, 2, 2, 6),
+            gate_up=Tile(16, 64, 128, 1, 4, 6),
+            down=Tile(16, 16, 256, 4, 4, 7),
+            num_splits=8,
+            launch="late",
+        ),
+    ),
+    (
+        64,
+        StackTiles(
+            qkv=Tile(16, 32, 128, 2, 2, 6),
             qkv_whole_heads=Tile(16, 64, 128, 4, 4, 6),
             attention=Tile(16, 128, 0, 4, 4, 2),
-            out=Tile(16, 16, 128, 4, 4, 6),
-            gate_up=Tile(16, 32, 128, 4, 4, 6),
+            out=Tile(16, 16, 128, 2, 2, 6),
+            gate_up=Tile(32, 64, 128, 1, 4, 6),
             down=Tile(16, 16, 256, 4, 4, 7),
-            num_splits=num_splits,
-            launch="plain",
-        )
-    if num_tokens <= 64:
-        return StackTiles(
-            qkv=Tile(32, 16, 128, 4, 4, 6),
-            qkv_whole_heads=Tile(16, 64, 128, 4, 4, 6),
+            num_splits=8,
+            launch="late",
+        ),
+    ),
+    (
+        96,
+        StackTiles(
+            qkv=Tile(16, 64, 128, 1, 4, 4),
+            qkv_whole_heads=Tile(32, 64, 128, 4, 4, 4),
             attention=Tile(16, 128, 0, 4, 4, 2),
-            out=Tile(16, 16, 128, 4, 4, 6),
-            gate_up=Tile(32, 32, 128, 4, 4, 6),
-            down=Tile(16, 16, 256, 4, 4, 7),
-            num_splits=num_splits,
+            out=Tile(16, 64, 64, 1, 4, 4),
+            gate_up=Tile(16, 64, 64, 1, 4, 4),
+            down=Tile(16, 32, 256, 4, 4, 7),
+            num_splits=4,
             launch="plain",
-        )
-    return StackTiles(
-        qkv=Tile(32, 32, 128, 4, 4, 6),
-        qkv_whole_heads=Tile(32, 64, 128, 4, 4, 4),
-        attention=Tile(16, 128, 0, 4, 4, 2),
-        out=Tile(32, 32, 128, 4, 4, 6),
-        gate_up=Tile(64, 64, 64, 1, 4, 6),
-        down=Tile(32, 32, 128, 4, 4, 5),
-        num_splits=num_splits,
-        launch="plain",
-    )
+        ),
+    ),
+    (
+        256,
+        StackTiles(
+            qkv=Tile(32, 64, 64, 1, 4, 10),
+            qkv_whole_heads=Tile(32, 64, 128, 4, 4, 4),
+            attention=Tile(16, 64, 0, 2, 2, 2),
+            out=Tile(32, 32, 64, 1, 4, 10),
+            gate_up=Tile(32, 64, 64, 1, 4, 10),
+            down=Tile(32, 32, 128, 1, 4, 4),
+            num_splits=4,
+            launch="late",
+        ),
+    ),
+)
+
+
+def tiles_for(num_tokens: int, kv_extent: int) -> StackTiles:
+    """Tiles for a window of `num_tokens` tokens that reads up to `kv_extent` key slots."""
+    tiles = next((tiles for widest, tiles in TABLE if num_tokens <= widest), TABLE[-1][1])
+    return replace(tiles, num_splits=min(tiles.num_splits, triton.cdiv(kv_extent, 128)))
