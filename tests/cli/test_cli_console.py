@@ -45,8 +45,24 @@ def test_the_demo_is_drawn_where_there_is_no_unicode(stdout_of):
     assert b"3 of 3 texts identical" in stdout_of("ascii", "demo")
 
 
-def test_closed_standard_streams_do_no_harm(engine, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
+def test_a_closed_standard_error_does_no_harm(engine, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     assert run(["generate", "Hi"]) == 0
     assert run(["generate", ""]) == 2
+
+
+@pytest.mark.parametrize("arguments", [["generate", "Hi"], ["demo"], ["--version"]], ids=" ".join)
+def test_a_closed_standard_output_is_refused_before_anything_loads(engine, monkeypatch, capsys, arguments):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(arguments) == 2
+    assert capsys.readouterr().err.startswith("Error: cannot write to standard output: it is closed")
+    assert engine.config is None
+
+
+@pytest.mark.parametrize("arguments", [["demo"], ["generate", "-h"]], ids=" ".join)
+def test_a_terminal_of_no_known_width_is_drawn_as_without_one(command, engine, monkeypatch, arguments):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    expected = command(*arguments)
+    for width in ("0", ""):
+        monkeypatch.setenv("COLUMNS", width)
+        assert command(*arguments) == expected

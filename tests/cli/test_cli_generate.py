@@ -4,6 +4,9 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -171,6 +174,17 @@ def test_a_second_interrupt_ends_at_once(command, engine):
     engine.on_chunk = twice
     code, out, err = command("generate", "Hi")
     assert (code, out, err) == (130, "T", "")
+
+
+@pytest.mark.parametrize("module", ["typer", "torch"])
+def test_an_interrupt_while_importing_ends_quietly(tmp_path, module):
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    source = Path(__file__).parents[2] / "src"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{source}"}
+    for start in (["-m", "ddtree"], ["-c", "from ddtree.cli.main import main; main()"]):
+        command = [sys.executable, *start, "generate", "Hi", "--model", str(tmp_path), "--mode", "ar"]
+        result = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+        assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"")
 
 
 def test_an_interrupt_while_loading_ends_quietly(command, engine):

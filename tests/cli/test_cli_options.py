@@ -52,7 +52,7 @@ def test_every_engine_flag_reaches_the_engine(command, engine):
     [
         (["--mode", "trie"], "trie"),
         (["--dtype", "int3"], "int3"),
-        (["--budget", "0"], "from 1 to 1024"),
+        (["--budget", "0"], "--budget='0' is not allowed: a whole number from 1 to 1024"),
         (["--budget", "1e9"], "1e9"),
         (["--budget", "1000000000"], "1000000000"),
         (["--budget", "-1"], "-1"),
@@ -78,6 +78,9 @@ def test_every_engine_flag_reaches_the_engine(command, engine):
         (["--logit-bias", "3=big"], "3=big"),
         (["--logit-bias", "3=nan"], "logit_bias="),
         (["--logit-bias", "-3=1"], "logit_bias="),
+        (["--logit-bias", "3=1e39"], "logit_bias={3: 1e+39}"),
+        (["--drafter", "none"], "drafter='none' is not allowed in mode tree"),
+        (["--drafter", "none", "--mode", "chain"], "drafter='none' is not allowed in mode chain"),
         (["--logit-bias", "3=1", "--logit-bias", "3=2"], "once"),
         (["--device", "tpu"], "device='tpu'"),
         (["--device", "cuda:x"], "device='cuda:x'"),

@@ -21,9 +21,16 @@ PIPE_COLUMNS = 110
 
 
 def prepare_streams() -> None:
-    """Let no character end a command: what the terminal's encoding lacks is shown as a question mark."""
-    sys.stdout = sys.stdout or io.StringIO()  # None where the caller closed it
-    sys.stderr = sys.stderr or io.StringIO()
+    """Let no character end a command: what the terminal's encoding lacks is shown as a question mark.
+
+    Raises:
+        DDTreeError: standard output is closed.
+    """
+    sys.stderr = sys.stderr or io.StringIO()  # None where the caller closed it
+    if sys.stdout is None:
+        raise DDTreeError("cannot write to standard output: it is closed; send it to /dev/null to drop it")
+    if not os.environ.get("COLUMNS", "1").strip("0"):
+        del os.environ["COLUMNS"]  # a width of 0, by which some shells mean that they do not know it
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

@@ -12,6 +12,7 @@ from rich.table import Table
 from ddtree.cli import loading
 from ddtree.cli.comparison import EXAMPLES, Comparison, compare, generate, total_speedup
 from ddtree.cli.console import StdoutConsole, messages, plain_text, write_json
+from ddtree.cli.exit_codes import TEXTS_DIFFER
 from ddtree.cli.generate import stats_report
 from ddtree.cli.options import BudgetFlag, Output, Panel, expand_settings
 from ddtree.cli.tree_view import LEGEND, Decode, LongestPath, draw_tree
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 DEFAULT_ENGINE = EngineConfig(dtype=Dtype.FLOAT32)
 DEFAULT_SAMPLING = SamplingParams(max_tokens=96)
-TEXTS_DIFFER = 1
 NOTES = {
     True: "float32: texts must agree token for token (--dtype bfloat16 is faster, but rounds differently)",
     False: "below float32 one token and many tokens a pass round differently: texts can part at near ties",
@@ -53,7 +53,8 @@ def demo(
 
     Ends with 1 if a text differs in float32, where all three must agree.
     """
-    node_budget = parse_budget(budget)
+    node_budget = parse_budget(budget, "--budget")
+    loading.check_drafter(engine, Mode.TREE)
     is_exact = engine.dtype is Dtype.FLOAT32
     with messages(output) as stderr:
         stderr.print(plain_text(f"loading {engine.model} ..."), style="dim")

@@ -17,6 +17,7 @@ import typer
 
 from ddtree.cli import loading
 from ddtree.cli.console import messages, plain_text, write, write_json
+from ddtree.cli.exit_codes import INTERRUPTED
 from ddtree.cli.options import BudgetFlag, ModeFlag, Output, Panel, expand_settings
 from ddtree.cli.prompts import read_prompt
 from ddtree.config import EngineConfig, Mode, SamplingParams, parse_budget
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from ddtree.engine.stream import TokenStream
 
 logger = logging.getLogger(__name__)
-
-INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 
 EPILOG = """Examples:
 
@@ -62,9 +61,10 @@ def generate(
     The text alone goes to standard output, as it is made; figures go to standard error.
     """
     text = read_prompt(prompt, file)
-    node_budget = parse_budget(budget)
+    node_budget = parse_budget(budget, "--budget")
     if mode is Mode.AR and engine.drafter == "auto":
         engine = replace(engine, drafter="none")
+    loading.check_drafter(engine, mode)
     with messages(output) as stderr:
         if node_budget != "auto" and mode is not Mode.TREE:
             logger.warning("--budget %s has no effect in mode %s", node_budget, mode)

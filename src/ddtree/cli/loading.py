@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ddtree.config import EngineConfig
-from ddtree.errors import MissingExtraError
+from ddtree.config import EngineConfig, Mode
+from ddtree.errors import ConfigError, MissingExtraError
 
 if TYPE_CHECKING:
     from ddtree.engine.engine import Engine
 
 ENGINE_PACKAGES = ("huggingface_hub", "safetensors", "torch", "transformers")
+
+
+def check_drafter(config: EngineConfig, mode: Mode) -> None:
+    """Refuse a drafted mode without a drafter before anything is loaded."""
+    if config.drafter == "none" and mode is not Mode.AR:
+        raise ConfigError(f"drafter='none' is not allowed in mode {mode}: name a drafter or use mode ar")
 
 
 def load_engine(config: EngineConfig) -> Engine:

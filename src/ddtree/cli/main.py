@@ -1,56 +1,24 @@
-"""The program `ddtree`: its commands, and how their errors end it."""
+"""The program `ddtree`: runs a command line, and how errors end it.
+
+Commands are imported late, since Ctrl-C may come while that goes on.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Any
 
-import typer
-
-from ddtree.cli import demo, generate
-from ddtree.cli.console import prepare_streams, write
+from ddtree.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, USER_ERROR
 from ddtree.errors import DDTreeError
 
-USER_ERROR = 2
-BROKEN_PIPE = 141  # the shell's code for a program whose reader went away
 
-# Newer typers carry their own copy of click; this is the usage error of whichever one typer raises.
-UsageError = typer.BadParameter.__mro__[1]
+def __getattr__(name: str) -> Any:
+    if name != "app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ddtree.cli import app
 
-app = typer.Typer(
-    name="ddtree",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command("generate", epilog=generate.EPILOG)(generate.generate)
-app.command("demo", epilog=demo.EPILOG)(demo.demo)
-
-EPILOG = """Examples:
-
-ddtree demo
-
-ddtree generate "Why is the sky blue?"
-
-ddtree generate --help"""
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from ddtree import __version__
-
-        write(f"ddtree {__version__}\n")
-        raise typer.Exit
-
-
-@app.callback(epilog=EPILOG)
-def root(
-    version: Annotated[
-        bool, typer.Option("--version", help="show the version", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
-    """DDTree: faster decoding of language models through draft trees, without changing what they say."""
+    return app.app
 
 
 def main() -> None:
@@ -63,25 +31,16 @@ def run(arguments: Sequence[str]) -> int:
 
     A user's mistake is one line on standard error and 2; Ctrl-C is 130; a reader that goes away is 141.
     """
-    prepare_streams()
-    command = typer.main.get_command(app)
     try:
-        with command.make_context("ddtree", list(arguments) or ["--help"]) as context:
-            command.invoke(context)
-        sys.stdout.flush()
-    except typer.Exit as ending:
-        return ending.exit_code
+        from ddtree.cli.app import invoke
+
+        return invoke(arguments)
     except DDTreeError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
-        return generate.INTERRUPTED
+        return INTERRUPTED
     except BrokenPipeError:
         return BROKEN_PIPE
-    except Exception as error:
-        if not isinstance(error, UsageError):
-            raise
-        return _refuse(error.format_message())  # type: ignore[attr-defined]
-    return 0
 
 
 def _refuse(message: str) -> int:

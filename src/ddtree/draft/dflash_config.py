@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ddtree.config import is_number
 from ddtree.errors import CheckpointError, UnsupportedModelError
 
 ARCHITECTURE = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_MAX_POSITIONS = 32768
+MAX_LAYERS, MAX_BLOCK_SIZE = 1024, 256
+MAX_SHOWN = 200  # characters of a value in an error message
 # Position-wise scaling only: these rules give one table of frequencies for all lengths.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 # Old name -> v5 name of the field that holds a rope rule.
@@ -127,15 +130,16 @@ class Fields:
             value = self.top.get(name)
         return default if value is None else value
 
-    def integer(self, name: str, low: int, default: int | None = None) -> int:
+    def integer(self, name: str, low: int, default: int | None = None, high: int = sys.maxsize) -> int:
         value = self.get(name, default)
+        allowed = f"a whole number of {low} or more" + (f", at most {high}" if high < sys.maxsize else "")
         if value is None:
             raise CheckpointError(
-                f"the drafter's config.json has no {name}: a whole number of {low} or more is required; "
+                f"the drafter's config.json has no {name}: {allowed} is required; "
                 "is this a DFlash checkpoint in the z-lab layout?"
             )
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise bad_field(name, value, f"a whole number of {low} or more")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise bad_field(name, value, allowed)
         return value
 
     def positive(self, name: str, default: float) -> float:
@@ -152,11 +156,19 @@ class Fields:
 
 
 def bad_field(name: str, value: object, allowed: str) -> CheckpointError:
-    return CheckpointError(f"the drafter's config.json has {name}={value!r}: it must be {allowed}")
+    return CheckpointError(f"the drafter's config.json has {name}={short_repr(value)}: it must be {allowed}")
+
+
+def short_repr(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number too long for Python to write
+        return "a whole number beyond all limits"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    return isinstance(value, int | float) and is_number(value) and value > 0
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -167,10 +179,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is missing: a drafter is a folder with config.json and safetensors"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read as JSON ({error}); download the drafter again"
-        ) from None
+    except (OSError, RecursionError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object")
     return value
@@ -178,7 +188,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def dependent_kind(fields: Fields) -> str | None:
     """Name of a drafter family whose positions depend on each other, if the config is of one."""
-    architectures = " ".join(map(str, fields.get("architectures", ()))).lower()
+    architectures = " ".join(fields.get("architectures", ())).lower()
     projector = str(fields.get("projector_type", "")).lower()
     names = [str(name).lower() for name in (*fields.top, *fields.nested)]
     if fields.get("selector_rank") or fields.get("selector_top_k") or "dflash2" in architectures:
@@ -194,13 +204,16 @@ def dependent_kind(fields: Fields) -> str | None:
 
 def unsupported_reason(fields: Fields) -> str | None:
     """Why this drafter cannot be used, or None."""
+    architectures = fields.get("architectures")
+    names = architectures if architectures is not None else []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise bad_field("architectures", architectures, f"[{ARCHITECTURE!r}]")
     kind = dependent_kind(fields)
     if kind:
         return (
             f"the drafter is of the kind {kind}, whose positions are not independent, so their "
             f"distributions cannot be multiplied along a branch of a draft tree; use a plain DFlash drafter"
         )
-    architectures = fields.get("architectures")
     if architectures != [ARCHITECTURE]:
         return f"the drafter's architectures={architectures!r} is not supported: only [{ARCHITECTURE!r}] is"
     return variant_reason(fields) or rope_reason(fields)
@@ -274,6 +287,9 @@ def parse_rope(fields: Fields) -> RopeConfig:
     # The rest (rope_dim, mrope fields copied from a target) has no meaning for 1-D positions.
     used = (*needed, "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
             "mscale", "mscale_all_dim", "truncate")  # fmt: skip
+    for name in used:
+        if name != "truncate" and rule.get(name) is not None and not is_number(rule[name]):
+            raise bad_field(f"{rope_type} rope {name}", rule[name], "a number")
     return RopeConfig(float(theta), rope_type, tuple((k, v) for k, v in sorted(rule.items()) if k in used))
 
 
@@ -313,7 +329,7 @@ def parse_target_layer_ids(fields: Fields) -> tuple[int, ...]:
 
 
 def parse(fields: Fields) -> DFlashConfig:
-    num_layers = fields.integer("num_hidden_layers", 1)
+    num_layers = fields.integer("num_hidden_layers", 1, high=MAX_LAYERS)
     num_heads = fields.integer("num_attention_heads", 1)
     num_kv_heads = fields.integer("num_key_value_heads", 1, num_heads)
     hidden_size = fields.integer("hidden_size", 1)
@@ -333,7 +349,7 @@ def parse(fields: Fields) -> DFlashConfig:
         head_dim=head_dim,
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         vocab_size=fields.integer("vocab_size", 1),
-        block_size=fields.integer("block_size", 2),
+        block_size=fields.integer("block_size", 2, high=MAX_BLOCK_SIZE),
         mask_token_id=fields.integer("mask_token_id", 0),
         target_layer_ids=parse_target_layer_ids(fields),
         num_target_layers=fields.integer("num_target_layers", 1) if has_num_target_layers else None,

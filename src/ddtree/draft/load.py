@@ -119,7 +119,7 @@ def read_weights(path: Path, config: DFlashConfig) -> dict[str, Tensor]:
     for file in weight_files(path):
         for name, weight in read_file(file):
             if name in weights:
-                raise CheckpointError(f"tensor {name} is in {path} twice; download the drafter again")
+                raise CheckpointError(f"tensor {name} is in {path} twice; download it again")
             weights[name] = weight
     check_weights(weights, config, path)
     return weights
@@ -139,7 +139,7 @@ def weight_files(path: Path) -> list[Path]:
     files = [path / name for name in sorted(set(weight_map.values()))]
     for file in files:
         if file.parent != path or not file.is_file():
-            raise CheckpointError(f"{file}, named by {INDEX_FILE}, is missing; download the drafter again")
+            raise CheckpointError(f"{file}, named by {INDEX_FILE}, is missing; download it again")
     return files
 
 

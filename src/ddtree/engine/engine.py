@@ -6,11 +6,11 @@ import json
 import logging
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ddtree.config import MAX_NODE_BUDGET, EngineConfig
+from ddtree.config import MAX_NODE_BUDGET, EngineConfig, is_int
 from ddtree.draft.dflash_config import DFlashConfig
 from ddtree.draft.load import load_drafter
 from ddtree.engine.calibrate import choose_dtype, choose_threads, measure_costs
@@ -22,9 +22,10 @@ from ddtree.engine.round_runner import EagerRunner, GraphRunner, RoundRunner
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.sequence import ModelPair, Sequence
 from ddtree.engine.stream import TokenStream
-from ddtree.engine.target import first_line, load_target, load_target_config, make_stack
-from ddtree.errors import CheckpointError, ConfigError, ContextLengthError, DDTreeError
+from ddtree.engine.target import load_target, load_target_config, make_stack
+from ddtree.errors import CheckpointError, ConfigError, ContextLengthError, DDTreeError, first_line
 from ddtree.layers.window import Window
+from ddtree.model_cache import remake_hint
 from ddtree.models import resolve_drafter, resolve_target
 from ddtree.tree.budget import NodeBudgetPolicy
 
@@ -43,6 +44,7 @@ class Engine:
         config: settings; `max_context_tokens` is cut to what the target was made for.
         eos_tokens: token ids that end a text.
         device: where the models are.
+        folder: the target's checkpoint, for error messages.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class Engine:
         config: EngineConfig,
         eos_tokens: frozenset[int],
         device: torch.device,
+        folder: Path | None = None,
     ) -> None:
         self.target, self.drafter, self.tokenizer = target, drafter, tokenizer
         self.config, self.eos_tokens, self.device = config, eos_tokens, device
+        self.folder = folder if folder is not None else Path(config.model)
         self.max_context_tokens = min(config.max_context_tokens, target.info.max_positions)
         capacity = self.max_context_tokens + MAX_NODE_BUDGET + 1
         context = drafter.new_context(capacity) if drafter else None
@@ -84,22 +88,25 @@ class Engine:
         drafter_folder = resolve_drafter(config.drafter, config.model)
         folder = Path(resolve_target(config.model))
         block_size = DFlashConfig.from_path(Path(drafter_folder)).block_size if drafter_folder else 1
-        target_config = load_target_config(folder)
+        with remake_hint(folder):
+            target_config = load_target_config(folder)
         context = min(config.max_context_tokens, target_config.max_position_embeddings)
         max_positions = context + block_size  # a tree at the end of the context reaches a block past it
         if device.type == "cpu":
             torch.set_num_threads(config.threads or torch.get_num_threads())
         dtype = choose_dtype(config.dtype, device)
         with inference(device):
-            target = load_target(folder, target_config, dtype, device, max_positions)
+            with remake_hint(folder):
+                target = load_target(folder, target_config, dtype, device, max_positions)
+                tokenizer = load_tokenizer(folder)
+                eos_tokens = eos_tokens_of(folder, tokenizer, target.info.vocab_size)
             drafter = None
             if drafter_folder is not None:
                 drafter = load_drafter(
                     Path(drafter_folder), target.info, target.embed, target.head, dtype, device,
                     max_positions, make_stack,
                 )  # fmt: skip
-            tokenizer = load_tokenizer(folder)
-            engine = cls(target, drafter, tokenizer, config, eos_tokens_of(folder, tokenizer), device)
+            engine = cls(target, drafter, tokenizer, config, eos_tokens, device, folder)
             if device.type == "cpu" and config.threads == 0:
                 choose_threads(engine.pair, engine.max_context_tokens)
         logger.info("engine ready: %s on %s, %s", config.model, device, dtype)
@@ -110,6 +117,7 @@ class Engine:
 
         Raises:
             ConfigError: the prompt is empty, or the model has no chat template.
+            CheckpointError: its chat template is broken.
         """
         if not prompt.strip():
             raise ConfigError(f"prompt={prompt!r} is not allowed: some text; give a prompt that is not empty")
@@ -118,7 +126,13 @@ class Engine:
         if not self.tokenizer.chat_template:
             raise ConfigError("the model has no chat template; give the text as it is with --raw")
         messages = [{"role": "user", "content": prompt}]
-        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # jinja2 has its own, and a template may do anything
+            raise CheckpointError(
+                f"the chat template in {self.folder} cannot be used: {first_line(error)}; "
+                "give the text as it is with --raw"
+            ) from error
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def generate(self, request: Request) -> Generation:
@@ -170,6 +184,9 @@ class Engine:
         """Fill the pair's cache and drafter context from a prompt; returns the first new token.
 
         The new token becomes the root: committed, its KV not yet in the cache.
+
+        Raises:
+            CheckpointError: the logits are no numbers, as those of damaged weights.
         """
         tokens = torch.tensor(prompt_tokens, device=self.device)
         logits = None
@@ -184,9 +201,20 @@ class Engine:
         assert logits is not None
         position = torch.tensor([len(prompt_tokens)], device=self.device)
         root_token = chooser.choose(logits, position)
+        is_finite = logits[-1:].amax(-1).isfinite().to(root_token.dtype)  # [1]
+        first, has_logits = torch.cat((root_token, is_finite)).tolist()
+        if not has_logits:
+            self._refuse_logits()
         chooser.count(root_token)
-        self.sequence.begin(int(root_token), len(prompt_tokens))
-        return int(root_token)
+        self.sequence.begin(first, len(prompt_tokens))
+        return int(first)
+
+    def _refuse_logits(self) -> NoReturn:
+        with remake_hint(self.folder):
+            raise CheckpointError(
+                f"the model's logits are NaN or infinite: the checkpoint in {self.folder} is damaged, "
+                "or its numbers overflow; download it again, or try dtype float32 (--dtype float32)"
+            )
 
     def _check(self, request: Request) -> None:
         limit = self.max_context_tokens
@@ -216,12 +244,12 @@ def choose_device(name: str) -> torch.device:
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         return torch.device("cuda" if available else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= available:
+    kind, _, index = name.partition(":")
+    if kind == "cuda" and int(index or 0) >= available:
         raise ConfigError(
             f"device={name!r} is not allowed here: {available} CUDA devices found; use cpu or auto"
         )
-    return device
+    return torch.device(name)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -238,16 +266,26 @@ def load_tokenizer(folder: Path) -> Any:
         raise CheckpointError(f"the tokenizer in {folder} cannot be used: {first_line(error)}") from error
 
 
-def eos_tokens_of(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Token ids that end a text: the generation config's, or the tokenizer's where that names none."""
+def eos_tokens_of(folder: Path, tokenizer: Any, vocab_size: int) -> frozenset[int]:
+    """Token ids that end a text: the generation config's, or the tokenizer's where that names none.
+
+    Raises:
+        CheckpointError: the generation config cannot be read, or an id is none of the vocabulary.
+    """
     eos: Any = tokenizer.eos_token_id
     file = folder / "generation_config.json"
     if file.is_file():
         try:
             configured = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError) as error:
+        except (AttributeError, OSError, RecursionError, ValueError) as error:
             raise CheckpointError(f"{file} is no JSON object ({error}); download the model again") from error
         eos = configured if configured is not None else eos
     if eos is None:
         return frozenset()
-    return frozenset(eos if isinstance(eos, list | tuple) else [eos])
+    tokens = eos if isinstance(eos, list | tuple) else [eos]
+    if not all(is_int(token) and 0 <= token < vocab_size for token in tokens):
+        raise CheckpointError(
+            f"{folder} has eos_token_id={eos!r}: token ids from 0 to {vocab_size - 1} are allowed; "
+            "correct generation_config.json or tokenizer_config.json"
+        )
+    return frozenset(tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from ddtree.draft.load import TargetInfo
+from ddtree.draft.load import INDEX_FILE, WEIGHT_DTYPES, WEIGHTS_FILE, TargetInfo, weight_files
 from ddtree.engine.kv_cache import KVCache
 from ddtree.engine.protocols import TargetOutput
-from ddtree.errors import CheckpointError
+from ddtree.errors import CheckpointError, first_line
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, StackFactory, rms_norm
 from ddtree.layers.linear import GateUp, Linear
 from ddtree.layers.rotary import RotaryTable
@@ -48,10 +48,11 @@ class SafetensorsReader:
     """Reads tensors by name from a checkpoint folder, one file or sharded."""
 
     def __init__(self, folder: Path) -> None:
-        single = folder / "model.safetensors"
-        files = [single] if single.is_file() else sorted(folder.glob("model*.safetensors"))
+        is_listed = any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
+        files = weight_files(folder) if is_listed else sorted(folder.glob("model*.safetensors"))
         if not files:
-            raise CheckpointError(f"{folder} has no model.safetensors; give a folder that has")
+            raise CheckpointError(f"{folder} has no {WEIGHTS_FILE}; give a folder that has")
+        self._folder = folder
         self._handles: dict[str, Any] = {}
         for file in files:
             try:
@@ -65,17 +66,26 @@ class SafetensorsReader:
     def __contains__(self, name: str) -> bool:
         return name in self._handles
 
+    def names(self) -> Iterable[str]:
+        """The names of all tensors."""
+        return self._handles.keys()
+
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """The tensor of that name and shape, converted; `CheckpointError` where it differs."""
         if name not in self._handles:
-            raise CheckpointError(f"tensor {name} is missing from the checkpoint; it may be of another model")
+            raise CheckpointError(
+                f"tensor {name} is missing from {self._folder}; a file of it may be missing, "
+                "or config.json is of another model"
+            )
         tensor: Tensor = self._handles[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
             )
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"tensor {name} is {tensor.dtype}; floating-point weights are allowed")
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"tensor {name} is {tensor.dtype}; bfloat16, float16 and float32 weights are allowed"
+            )
         return tensor.to(device, dtype)
 
 
@@ -111,8 +121,8 @@ class FusedTarget:
         load = _Loader(config, reader, dtype, device)
         self._embedding = load("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self._norm = load("model.norm.weight", config.hidden_size)
-        tied = config.tie_word_embeddings or "lm_head.weight" not in reader
-        head = self._embedding if tied else load("lm_head.weight", config.vocab_size, config.hidden_size)
+        is_tied = config.tie_word_embeddings
+        head = self._embedding if is_tied else load("lm_head.weight", config.vocab_size, config.hidden_size)
         self._head = Linear(head)
         self._spec = decoder_spec(config)
         rotary = rotary_table(config, max_positions, dtype, device)
@@ -167,12 +177,29 @@ def decoder_spec(config: Any) -> DecoderSpec:
 
 
 def rotary_table(config: Any, max_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-    """The rotary table of a config, with the scaling rule it names."""
+    """The rotary table of a config, with the scaling rule it names.
+
+    Raises:
+        CheckpointError: the rule has values that give no frequencies.
+    """
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rotary = LlamaRotaryEmbedding(config)
-    inv_freq: Any = rotary.inv_freq
-    return RotaryTable(inv_freq.to(device), max_positions, dtype, float(rotary.attention_scaling))
+    try:
+        rotary = LlamaRotaryEmbedding(config)
+        inv_freq: Any = rotary.inv_freq
+        scaling = float(rotary.attention_scaling)
+        reason = "" if bool(inv_freq.isfinite().all()) else "frequencies are not finite"
+    except Exception as error:  # whatever arithmetic with values of a wrong type raises
+        reason = first_line(error)
+    if reason:
+        raise CheckpointError(f"config.json has rope_parameters={config.rope_parameters!r}: {reason}")
+    return RotaryTable(inv_freq.to(device), max_positions, dtype, scaling)
+
+
+def layer_of(name: str) -> int:
+    """The layer number in a tensor's name, -1 for tensors of no layer."""
+    number = name.removeprefix("model.layers.").partition(".")[0]
+    return int(number) if number.isdecimal() and name.startswith("model.layers.") else -1
 
 
 class _Loader:
@@ -188,6 +215,13 @@ class _Loader:
 
     def layers(self) -> Iterator[DecoderLayer]:
         """The decoder layers, first to last."""
+        num_layers = self.config.num_hidden_layers
+        beyond = next((name for name in self.reader.names() if layer_of(name) >= num_layers), None)
+        if beyond is not None:
+            raise CheckpointError(
+                f"the checkpoint has tensor {beyond}, config.json says num_hidden_layers={num_layers}; "
+                "one of them is of another model"
+            )
         hidden, intermediate = self.config.hidden_size, self.config.intermediate_size
         head_dim = head_dim_of(self.config)
         q_width = self.config.num_attention_heads * head_dim

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ddtree.config import MIN_CONTEXT_TOKENS, is_int
 from ddtree.engine.fused_target import FusedTarget, SafetensorsReader, fused_unsupported_reason
 from ddtree.engine.protocols import TargetModel
 from ddtree.engine.self_check import tree_verify_fault
 from ddtree.engine.stock_target import StockTarget, target_unsupported_reason
-from ddtree.errors import CheckpointError, UnsupportedModelError
+from ddtree.errors import CheckpointError, UnsupportedModelError, first_line
 from ddtree.layers.decoder import DecoderLayer, DecoderSpec, DecoderStack, Stack
 from ddtree.layers.rotary import RotaryTable
 from ddtree.tree.triton_choice import prefers_triton
 
 logger = logging.getLogger(__name__)
+
+MAX_LAYERS = 1024
 
 
 def load_target(
@@ -93,19 +97,36 @@ def load_target_config(folder: Path) -> Any:
     reason = target_unsupported_reason(config)
     if reason is not None:
         raise UnsupportedModelError(f"target {config.model_type} cannot be used with draft trees: {reason}")
+    check_sizes(config, folder)
     return config
+
+
+def check_sizes(config: Any, folder: Path) -> None:
+    """Raise `CheckpointError` unless the sizes that every target has are whole numbers in their range."""
+    for name, low, high in (
+        ("hidden_size", 1, sys.maxsize),
+        ("vocab_size", 1, sys.maxsize),
+        ("num_hidden_layers", 1, MAX_LAYERS),
+        ("max_position_embeddings", MIN_CONTEXT_TOKENS, sys.maxsize),
+    ):
+        value = getattr(config, name, None)
+        if not (isinstance(value, int) and is_int(value) and low <= value <= high):
+            most = f" to {high}" if high < sys.maxsize else ""
+            raise CheckpointError(
+                f"{folder}/config.json has {name}={value!r}: it must be a whole number from {low}{most}"
+            )
 
 
 def _load_stock(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        model, loading = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, output_loading_info=True)
     except Exception as error:  # as above
         raise CheckpointError(f"the model in {folder} cannot be loaded: {first_line(error)}") from error
+    missing = sorted(loading["missing_keys"])
+    if missing:  # transformers fills them with random numbers
+        raise CheckpointError(
+            f"{len(missing)} tensors are missing from {folder}, {missing[0]} first; download the model again"
+        )
     return model.to(device).eval().requires_grad_(False)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its name."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

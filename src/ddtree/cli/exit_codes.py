@@ -1,0 +1,6 @@
+"""What a command ends with besides 0."""
+
+TEXTS_DIFFER = 1  # of the demo
+USER_ERROR = 2
+INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
+BROKEN_PIPE = 141  # the shell's code for a program whose reader went away
