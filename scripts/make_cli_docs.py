@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
-from ddtree.cli.main import app
+from ddtree.cli.app import app
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEADER = """# The command line

@@ -264,7 +264,7 @@ def test_an_error_about_a_folder_made_here_says_how_to_have_it_made_anew(toy, tm
     folder = models_folder() / "toy-1"
     with pytest.raises(CheckpointError, match=f"^broken; delete {folder} to have it made anew$"):
         use(folder)
-    with pytest.raises(CheckpointError, match="^broken$"):
+    with pytest.raises(CheckpointError, match=r"^broken$"):
         use(tmp_path / "of the user")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, short_repr
 
 MAX_NODE_BUDGET = 1024
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?")
@@ -51,7 +51,9 @@ def setting(default: Any, help_text: str) -> Any:
 def check(condition: bool, name: str, value: object, allowed: str, todo: str = "") -> None:
     """Raise `ConfigError` naming the field, its value, what is allowed and what to do."""
     if not condition:
-        raise ConfigError(f"{name}={value!r} is not allowed: {allowed}" + (f"; {todo}" if todo else ""))
+        raise ConfigError(
+            f"{name}={short_repr(value)} is not allowed: {allowed}" + (f"; {todo}" if todo else "")
+        )
 
 
 def is_int(value: object) -> bool:
@@ -81,7 +83,7 @@ def parse_budget(value: int | str, name: str = "node_budget") -> int | Literal["
     try:
         number = int(value)
     except (OverflowError, TypeError, ValueError):
-        raise ConfigError(f"{name}={value!r} is not allowed: {allowed}") from None
+        raise ConfigError(f"{name}={short_repr(value)} is not allowed: {allowed}") from None
     check(1 <= number <= MAX_NODE_BUDGET, name, value, allowed, "try 16 on a CPU, 64 on a GPU")
     return number
 

@@ -13,6 +13,8 @@
 Each message says what is wrong, the value, what is allowed and what to do.
 """
 
+MAX_SHOWN = 200  # characters of a value in a message
+
 
 class DDTreeError(Exception):
     """Base of all errors that are the caller's to fix; the command line prints it in one line."""
@@ -51,6 +53,15 @@ class MissingExtraError(DDTreeError, ImportError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed; install it with: pip install 'sglang-ddtree[{extra}]'")
+
+
+def short_repr(value: object) -> str:
+    """A value as an error message shows it: cut short, whatever it is."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        return "a number beyond all limits"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def first_line(error: Exception) -> str:

@@ -206,7 +206,7 @@ def test_a_stock_model_with_a_missing_tensor_is_refused(tmp_path):
 )
 def test_a_prompt_that_is_no_tuple_of_token_ids_is_refused(prompt):
     with pytest.raises(
-        ConfigError, match="^prompt_tokens=.* is not allowed: a tuple of token ids; encode a text"
+        ConfigError, match=r"^prompt_tokens=.* is not allowed: a tuple of token ids; encode a text"
     ):
         Request(prompt)
 

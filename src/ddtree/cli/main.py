@@ -13,14 +13,6 @@ from ddtree.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, USER_ERROR
 from ddtree.errors import DDTreeError
 
 
-def __getattr__(name: str) -> Any:
-    if name != "app":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ddtree.cli import app
-
-    return app.app
-
-
 def main() -> None:
     """Run the command line of this process and end it."""
     sys.exit(run(sys.argv[1:]))

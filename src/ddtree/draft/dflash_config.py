@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.config import is_number
-from ddtree.errors import CheckpointError, UnsupportedModelError
+from ddtree.errors import CheckpointError, UnsupportedModelError, short_repr
 
 ARCHITECTURE = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_MAX_POSITIONS = 32768
 MAX_LAYERS, MAX_BLOCK_SIZE = 1024, 256
-MAX_SHOWN = 200  # characters of a value in an error message
 # Position-wise scaling only: these rules give one table of frequencies for all lengths.
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 # Old name -> v5 name of the field that holds a rope rule.
@@ -132,7 +131,8 @@ class Fields:
 
     def integer(self, name: str, low: int, default: int | None = None, high: int = sys.maxsize) -> int:
         value = self.get(name, default)
-        allowed = f"a whole number of {low} or more" + (f", at most {high}" if high < sys.maxsize else "")
+        limits = f"from {low} to {high}" if high < sys.maxsize else f"of {low} or more"
+        allowed = f"a whole number {limits}"
         if value is None:
             raise CheckpointError(
                 f"the drafter's config.json has no {name}: {allowed} is required; "
@@ -157,14 +157,6 @@ class Fields:
 
 def bad_field(name: str, value: object, allowed: str) -> CheckpointError:
     return CheckpointError(f"the drafter's config.json has {name}={short_repr(value)}: it must be {allowed}")
-
-
-def short_repr(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # a whole number too long for Python to write
-        return "a whole number beyond all limits"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def is_positive(value: object) -> bool:

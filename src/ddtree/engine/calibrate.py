@@ -30,6 +30,16 @@ PROBE_PREFIX_TOKENS = 200
 PROBE_WIDTH = 17
 
 
+def settle_cpu_math() -> None:
+    """Make the process's first exp and log calls on one thread.
+
+    With some builds of the math library several threads making the first call can get a less precise
+    variant in that call (pytorch/pytorch issue 188792), which could change one draw of sampling noise.
+    """
+    for dtype in (torch.float32, torch.float64):
+        torch.ones(1, dtype=dtype).exp().log()
+
+
 def median_s(step: Callable[[], object], repeats: int) -> float:
     """Median seconds of a step on the host, after one warm-up call."""
     step()

@@ -13,7 +13,7 @@ import torch
 from ddtree.config import MAX_NODE_BUDGET, EngineConfig, is_int
 from ddtree.draft.dflash_config import DFlashConfig
 from ddtree.draft.load import load_drafter
-from ddtree.engine.calibrate import choose_dtype, choose_threads, measure_costs
+from ddtree.engine.calibrate import choose_dtype, choose_threads, measure_costs, settle_cpu_math
 from ddtree.engine.inference import inference
 from ddtree.engine.planner import Planner, fixed_plan
 from ddtree.engine.protocols import Drafter, TargetModel
@@ -84,6 +84,7 @@ class Engine:
             ConfigError: a device or dtype that this machine does not have.
         """
         config = config or EngineConfig()
+        settle_cpu_math()
         device = choose_device(config.device)
         drafter_folder = resolve_drafter(config.drafter, config.model)
         folder = Path(resolve_target(config.model))

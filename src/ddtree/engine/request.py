@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from ddtree.config import Mode, SamplingParams, check, is_int, parse_budget, parse_mode
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, short_repr
 from ddtree.stats import GenerationStats, RoundObserver
 
 
@@ -47,7 +47,7 @@ class Request:
         parse_budget(self.node_budget)
         if not (isinstance(self.prompt_tokens, tuple | list) and all(map(is_int, self.prompt_tokens))):
             raise ConfigError(
-                f"prompt_tokens={repr(self.prompt_tokens)[:60]} is not allowed: a tuple of token ids; "
+                f"prompt_tokens={short_repr(self.prompt_tokens)} is not allowed: a tuple of token ids; "
                 "encode a text with Engine.encode"
             )
         if not self.prompt_tokens:

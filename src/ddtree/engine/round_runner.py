@@ -26,7 +26,8 @@ from ddtree.engine.sequence import ModelPair, Sequence
 from ddtree.tree.budget import DraftPlan
 from ddtree.tree.verify import VerifyResult
 
-SHORTEST_EXTENT = 512
+# Few extents, since each is captured anew for every plan; the fused kernels read only what is there.
+SHORTEST_EXTENT, EXTENT_GROWTH = 1024, 4
 MAX_GRAPHS = 64  # a caller that tries every budget must not fill the GPU with graphs
 
 
@@ -127,10 +128,10 @@ class GraphRunner:
         return Round(built, result)
 
     def _extent(self, needed: int) -> int:
-        """The power of two that holds `needed` key slots, at most the cache."""
+        """The step that holds `needed` key slots, at most the cache."""
         extent = SHORTEST_EXTENT
         while extent < needed:
-            extent *= 2
+            extent *= EXTENT_GROWTH
         return min(extent, self._pair.kv_cache.capacity_tokens)
 
     def _replay(self, key: tuple[Any, ...], step: Callable[[], Any]) -> Any:
