@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from ddtree.cli.exit_codes import BROKEN_PIPE, INTERRUPTED, USER_ERROR
 from ddtree.errors import DDTreeError
