@@ -92,13 +92,14 @@ def test_dtype_on_cuda_follows_the_device(monkeypatch, has_bfloat16):
 
 
 @pytest.mark.parametrize("max_context", SMALL_CONTEXTS)
-def test_threads_are_timed_in_any_context_and_set(target, monkeypatch, max_context):
+def test_threads_are_timed_in_any_context_and_set(tmp_path, monkeypatch, max_context):
     allow_cores(monkeypatch, 2)
-    engine = tiny_engine(target, None, max_context=max_context)
-    engine.pair.kv_cache.data.fill_(float("nan"))  # what nobody wrote must not be read
-    best = choose_threads(engine.pair, engine.max_context_tokens)
+    pair = real_engine(tmp_path, max_context).pair  # its rotary tables end a short way past the context
+    pair.kv_cache.data.fill_(float("nan"))
+    best = choose_threads(pair, max_context)
     assert best in (1, 2)
     assert torch.get_num_threads() == best
+    assert pair.kv_cache.data[:, :, :, :max_context].isfinite().all()  # what nobody wrote was not read
 
 
 def test_one_core_means_one_thread(target, monkeypatch):
@@ -148,6 +149,7 @@ def test_every_plan_has_a_cost_and_the_engine_is_as_before(tmp_path, max_context
     assert list(costs.plans) == plans_for(engine.pair, CPU)
     assert all(costs.cost_ms(plan) > 0 for plan in costs.plans)
     assert NodeBudgetPolicy(costs, BLOCK_SIZE - 1).choose() in costs.plans
+    assert engine.pair.kv_cache.data[:, :, :, : max_context - 1].isfinite()[:, :, :, :200].all()
     assert engine.generate(request).tokens == before
 
 

@@ -37,8 +37,8 @@ AUTO = Request(PROMPT, SAMPLING, Mode.TREE, "auto")
 class RecordingPolicy(NodeBudgetPolicy):
     """Goes through all plans in turn and keeps what it is told."""
 
-    def __init__(self):
-        super().__init__(CostTable(dict(COSTS)), BLOCK_SIZE - 1)
+    def __init__(self, costs=COSTS):
+        super().__init__(CostTable(dict(costs)), BLOCK_SIZE - 1)
         self.turns = itertools.cycle([*TREES, CHAIN, PLAIN])
         self.told = []
 
@@ -122,6 +122,12 @@ def test_only_the_widest_tree_forecasts(plan):
     planner.learn(plan, Readout((5,), (0,), 4, (1, 2, 3), (0.5, 0.75)), 1.0)
     expected = (0.5, 0.75) if plan.node_budget == 16 else None
     assert policy.told[0].surrogate == expected
+
+
+def test_a_chain_as_long_as_the_widest_tree_forecasts_nothing():
+    policy = RecordingPolicy({PLAIN: 1.0, CHAIN: 1.1, TREES[0]: 1.15})
+    Planner(None, policy).learn(CHAIN, Readout((5,), (0,), 7, (1, 2, 3), (0.5,)), 1.0)
+    assert policy.told[0].surrogate is None
 
 
 def test_policy_is_told_what_each_round_did(target):

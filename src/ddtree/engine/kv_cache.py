@@ -50,4 +50,6 @@ class KVCache:
             move_rows(self.data, prefix_len, result.accept_indices[0])
             return
         source, destination = compaction_indices(result, prefix_len)  # [1, block_size]
+        if source.is_cpu and torch.equal(source, destination):
+            return  # a chain's path, or a tree's first branch, stands at the front already
         self.data.index_copy_(3, destination[0], self.data.index_select(3, source[0]))

@@ -164,5 +164,5 @@ class DecoderStack:
         query_key = self.rotary.rotate(query_key, *rotation)  # [n, num_heads + num_kv_heads, head_dim]
         window.write(kv[0], query_key[:, spec.num_heads :].transpose(0, 1))
         window.write(kv[1], heads[:, num_qk:].transpose(0, 1))
-        key, value = kv[:, :, : window.kv_extent]  # [num_kv_heads, kv_extent, head_dim]
+        key, value = kv.narrow(2, 0, window.kv_extent).unbind(0)  # [num_kv_heads, kv_extent, head_dim]
         return grouped_attention(query_key[:, : spec.num_heads], key, value, mask)

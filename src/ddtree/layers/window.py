@@ -70,6 +70,6 @@ class Window:
     def write(self, cache: Tensor, rows: Tensor) -> None:
         """Write rows [..., n, head_dim] to the window's slots of cache [..., capacity, head_dim]."""
         if self.start is not None:
-            cache[..., self.start : self.start + self.num_tokens, :] = rows
+            cache.narrow(cache.dim() - 2, self.start, self.num_tokens).copy_(rows)
         else:
             cache.index_copy_(cache.dim() - 2, self.slots(), rows)
