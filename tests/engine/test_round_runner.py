@@ -56,7 +56,13 @@ class ReplayingRunner(GraphRunner):
         step()
         sequence.root_token.copy_(root_token)
         sequence.prefix_len.copy_(prefix_len)
-        recorded = Recorded(step)
+        extent = sequence.kv_extent
+
+        def frozen():
+            sequence.kv_extent = extent  # part of what a graph captures
+            return step()
+
+        recorded = Recorded(frozen)
         sequence.root_token.copy_(root_token)
         sequence.prefix_len.copy_(prefix_len)
         return recorded, recorded.output
@@ -90,8 +96,8 @@ def replaying(engine):
     return engine
 
 
-# Key extents are powers of two from 512, capacities are not: 512, 512, and 1024 past 512 tokens.
-CONTEXTS = [(256, 20), (400, 20), (600, 497)]
+# Key extents: 1024 twice, in caches of other sizes, then a step from 1024 to all of the cache.
+CONTEXTS = [(256, 20), (600, 497), (1100, 1000)]
 
 
 def drafted_requests(prompt_len):

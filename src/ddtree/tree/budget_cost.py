@@ -22,17 +22,13 @@ class DraftPlan:
     node_budget: int
 
     def __post_init__(self) -> None:
-        if self.mode == Mode.AR:
+        if self.mode is Mode.AR:
             check(self.node_budget == 0, "node_budget", self.node_budget, "0 in plain decoding")
         else:
             check(
                 is_int(self.node_budget) and 1 <= self.node_budget <= MAX_NODE_BUDGET,
                 "node_budget", self.node_budget, f"1 to {MAX_NODE_BUDGET} for a chain or tree",
             )  # fmt: skip
-
-    def __hash__(self) -> int:
-        # A fifth of the policy's time went into hashing the enumeration member.
-        return hash((len(self.mode), self.node_budget))
 
     @classmethod
     def parse(cls, text: str) -> DraftPlan:
