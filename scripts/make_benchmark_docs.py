@@ -32,6 +32,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def conditions(results: Results) -> str:
     """Machine, versions and command of a run, in one paragraph."""
+    if "provenance" not in results:
+        where = results.get("device", "simulated")
+        return f"{where}; `{results['command'].removeprefix('python ')}`"
     made = results["provenance"]
     machine, packages = made["machine"], made["packages"]
     gpus = ", ".join(machine.get("gpus", []))
@@ -128,6 +131,35 @@ def tree_steps(results: Results) -> Iterator[str]:
     yield table(["step", "requests", "nodes", "candidates", "vocabulary", "median µs"], rows)
 
 
+def stack(results: Results) -> Iterator[str]:
+    modes = list(next(iter(results["stack_us"].values())))
+    rows = [[name, *(round(row[mode]) for mode in modes)] for name, row in results["stack_us"].items()]
+    yield (
+        "Microseconds of the 30 layers in a replayed CUDA graph, n rows after a prefix of 300 or 1,500, by "
+        "launch mode; `table` are the tiles before the search, `best` after it."
+    )
+    yield table(["tiles", *modes], rows)
+
+
+def budget_policy(results: Results) -> Iterator[str]:
+    summary = results["summary"]
+    yield (
+        f"Simulated: rounds drawn from measured or assumed acceptance, {len(results['seeds'])} seeds, regret "
+        "in % of time against the best fixed choice in hindsight (negative is a gain). "
+        f"{summary['cells_with_mean_above_3']} of {summary['cells']} cells have a mean above 3 %, "
+        f"{summary['cells_with_worst_above_3']} a seed above it. The live run is `tree:auto` in the speed "
+        "tables."
+    )
+    scenarios = dict.fromkeys(row["scenario"] for row in results["results"])
+    rows = []
+    for scenario in scenarios:
+        cells = [row for row in results["results"] if row["scenario"] == scenario]
+        means = [cell["regret_percent_mean"] for cell in cells]
+        worst = max(cell["regret_percent_worst"] for cell in cells)
+        rows.append([scenario, f"{sum(means) / len(means):.2f}", f"{max(means):.2f}", f"{worst:.2f}"])
+    yield table(["scenario", "mean over cost tables", "highest mean", "worst seed"], rows)
+
+
 def memory(results: Results) -> Iterator[str]:
     if "demo_peak_mb" in results:
         yield f"`ddtree demo`, peak resident: {results['demo_peak_mb']:.0f} MB."
@@ -143,10 +175,13 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Iterator[str]]], ...] = (
     ("Speed on a GPU", "engine_gpu", engine_speed),
     ("Lossless on a CPU, float32", "lossless_cpu_fp32", lossless),
     ("Sampling options", "sampling_gtest", sampling),
-    ("Acceptance, float32", "acceptance_cpu_fp32", acceptance),
-    ("Acceptance, bfloat16", "acceptance_gpu", acceptance),
+    ("Acceptance on a CPU, float32", "acceptance_cpu_fp32", acceptance),
+    ("Acceptance on a GPU, float32", "acceptance_gpu_fp32", acceptance),
+    ("Acceptance on a GPU, bfloat16", "acceptance_gpu", acceptance),
     ("Trees against the oracle", "tree_oracle", tree_oracle),
     ("What the tree costs on a GPU", "tree_build_gpu", tree_steps),
+    ("Decoder stack on a GPU", "decoder_gpu", stack),
+    ("Node budget policy", "budget_policy", budget_policy),
     ("Memory, CPU", "memory_cpu", memory),
     ("Memory, GPU", "memory_gpu", memory),
 )
