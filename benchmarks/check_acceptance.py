@@ -30,7 +30,7 @@ from common import (
     write_results,
 )
 from ddtree import Engine, Mode, Request, RoundStats, SamplingParams
-from ddtree.engine.protocols import Drafter
+from ddtree.draft.dflash_model import DFlashDrafter
 from ddtree.engine.stock_target import StockTarget
 from ddtree.layers.window import Window
 from ddtree.tree.build_reference import build_draft_tree
@@ -62,7 +62,7 @@ class Offline(NamedTuple):
     """What the offline reference runs on."""
 
     target: StockTarget
-    drafter: Drafter
+    drafter: DFlashDrafter
 
 
 def reference_accept(logits: Tensor, text: Sequence[int], budget: int | None) -> int:
@@ -102,11 +102,8 @@ def offline_lengths(
     while root < tokens.shape[0] - 1:
         positions = torch.arange(known, root, device=tokens.device)
         offline.drafter.append(context, taps[known:root], Window.at(known, positions, None))
-        block = torch.arange(root, root + offline.drafter.block_size, device=tokens.device)
-        everything = torch.ones(block.shape[0], block.shape[0], dtype=torch.bool, device=tokens.device)
-        logits = offline.drafter.draft_logits(
-            tokens[root : root + 1], context, Window.at(root, block, everything)
-        )
+        block = offline.drafter.draft_window(root)
+        logits = offline.drafter.draft_logits(tokens[root : root + 1], context, block)
         accept_length = reference_accept(logits, tokens[root + 1 :].tolist(), budget) + 1
         known, root = root, root + accept_length
         if root < tokens.shape[0]:
@@ -173,7 +170,9 @@ def main() -> None:
     parser.add_argument("--budgets", type=int, nargs="*", default=[16, 64])
     args = parser.parse_args()
     engine = load_engine(args)
-    offline = Offline(load_stock(args.model, engine), engine.pair.drafter)
+    drafter = engine.pair.drafter
+    assert isinstance(drafter, DFlashDrafter)
+    offline = Offline(load_stock(args.model, engine), drafter)
     table: dict[str, dict[str, Any]] = {}
     budgets = [None, *args.budgets]
     with progress("prompts", len(args.sets) * len(budgets) * args.prompts) as step:

@@ -9,9 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddtree.config import EngineConfig, Mode, SamplingParams
+    from ddtree.config import Dtype, EngineConfig, Mode, SamplingParams
     from ddtree.engine.engine import Engine
-    from ddtree.engine.request import Generation, Request
+    from ddtree.engine.request import Chunk, FinishReason, Generation, Request
+    from ddtree.engine.stream import TokenStream
     from ddtree.errors import (
         CheckpointError,
         ConfigError,
@@ -29,12 +30,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "Chunk",
     "ConfigError",
     "ContextLengthError",
     "DDTreeError",
     "DrafterMismatchError",
+    "Dtype",
     "Engine",
     "EngineConfig",
+    "FinishReason",
     "Generation",
     "GenerationStats",
     "MissingExtraError",
@@ -45,14 +49,16 @@ __all__ = [
     "RoundObserver",
     "RoundStats",
     "SamplingParams",
+    "TokenStream",
     "UnsupportedModelError",
     "__version__",
 ]
 
 _MODULES = {
-    "ddtree.config": ("EngineConfig", "Mode", "SamplingParams"),
+    "ddtree.config": ("Dtype", "EngineConfig", "Mode", "SamplingParams"),
     "ddtree.engine.engine": ("Engine",),
-    "ddtree.engine.request": ("Generation", "Request"),
+    "ddtree.engine.request": ("Chunk", "FinishReason", "Generation", "Request"),
+    "ddtree.engine.stream": ("TokenStream",),
     "ddtree.stats": ("GenerationStats", "RoundObserver", "RoundStats"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -14,7 +14,6 @@ from ddtree.errors import ConfigError, MissingExtraError
 from ddtree.tree import (
     DraftMarginals,
     build_draft_trees,
-    build_trees,
     build_trees_with_layout,
     build_triton,
     retrieve_links,
@@ -74,7 +73,6 @@ def test_on_cuda_the_kernel_is_chosen(batch_of, monkeypatch):
     roots = torch.tensor([1, 2], device="cuda")
     expected = build_draft_trees(marginals, roots, 9)
     monkeypatch.setattr(build_triton, "build_draft_trees", None)
-    assert torch.equal(build_trees(marginals, roots, 9).tokens, expected.tokens)
     assert torch.equal(build_trees_with_layout(marginals, roots, roots, 9)[0].tokens, expected.tokens)
 
 
@@ -90,7 +88,6 @@ def test_refusals_name_the_limit(batch_of):
 def test_on_a_cpu_the_torch_builder_is_chosen(batch_of):
     marginals, roots = batch_of(2, 2, 4, 3), torch.tensor([1, 2])
     expected = build_draft_trees(marginals, roots, 9)
-    assert torch.equal(build_trees(marginals, roots, 9).parents, expected.parents)
     tree, layout, links = build_trees_with_layout(marginals, roots, roots, 9)
     assert torch.equal(tree.log_probs, expected.log_probs)
     assert torch.equal(layout.positions, expected.depths + roots[:, None])

@@ -110,7 +110,7 @@ def difference(comparison: Comparison, mode: Mode, index: int, decode: Any) -> s
 
 
 def show_tree(screen: Console, path: LongestPath, decode: Decode) -> None:
-    """The tree of the round with the longest accepted path."""
+    """The tree of the round with the longest accept path."""
     if path.best is None:
         screen.print("\nNo round drafted a tree.")
         return

@@ -1,4 +1,4 @@
-"""Draws one round's draft tree in the terminal, the accepted path marked."""
+"""Draws one round's draft tree in the terminal, the accept path marked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Decode = Callable[[int], str]
 
 
 class LongestPath:
-    """Observes a request and keeps the tree round with most accepted drafts, the first of equals."""
+    """Observes a request and keeps the tree round with most correct drafts, the first of equals."""
 
     wants_trees = True
 
@@ -41,7 +41,7 @@ class LongestPath:
 
 
 def draw_tree(stats: RoundStats, decode: Decode) -> Tree:
-    """The round's tree: its likeliest nodes and all of the accepted path; the rest is counted.
+    """The round's tree: its likeliest nodes and all of the accept path; the rest is counted.
 
     `decode` gives a token's text.
     """
@@ -61,7 +61,7 @@ def draw_tree(stats: RoundStats, decode: Decode) -> Tree:
 
 
 def shown_nodes(stats: RoundStats) -> list[int]:
-    """Columns to draw, parents first: the accepted path, then the likeliest others."""
+    """Columns to draw, parents first: the accept path, then the likeliest others."""
     path = set(stats.accept_indices)
     others = [node for node in range(len(stats.draft_tokens)) if node not in path]
     return sorted(path | set(others[: max(0, MAX_NODES - len(path))]))

@@ -26,12 +26,3 @@ class DraftContext:
     ) -> None:
         shape = (num_layers, 2, num_kv_heads, capacity, head_dim)
         self.kv_data: Tensor = torch.zeros(shape, dtype=dtype, device=device)
-
-    @property
-    def capacity(self) -> int:
-        """Slots of the cache, the block's own included."""
-        return self.kv_data.shape[3]
-
-    def reset(self) -> None:
-        """Forget everything, so that the next request starts from zeros."""
-        self.kv_data.zero_()

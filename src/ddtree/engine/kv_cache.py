@@ -38,7 +38,7 @@ class KVCache:
     def compact(self, prefix_len: Tensor, result: VerifyResult) -> None:
         """Move the accept path's keys and values to the front of the verify window, on every layer.
 
-        Gather then scatter: a slot may be an accepted node's own and another's destination.
+        Gather then scatter: a slot may be a path node's own and another's destination.
 
         Args:
             prefix_len: [1] int64, where the window begins.

@@ -1,7 +1,7 @@
 """Draft trees as pure tensors: marginals -> tree -> layout -> accept walk."""
 
 from ddtree.tree.build_torch import build_chain, build_draft_trees
-from ddtree.tree.build_triton import build_trees, build_trees_with_layout
+from ddtree.tree.build_triton import build_trees_with_layout
 from ddtree.tree.draft_tree import DraftTree
 from ddtree.tree.layout import RetrieveLinks, TreeLayout, ancestor_mask, retrieve_links, tree_layout
 from ddtree.tree.marginals import DraftMarginals
@@ -23,7 +23,6 @@ __all__ = [
     "ancestor_mask",
     "build_chain",
     "build_draft_trees",
-    "build_trees",
     "build_trees_with_layout",
     "compaction_indices",
     "draw",

@@ -2,7 +2,7 @@
 
 It maximises expected tokens per millisecond, accept length over round time, as CaDDTree
 (arXiv 2606.01813) does, but learns both sides while it runs. Draft trees are nested, so one verify
-pass at budget B tells what every smaller tree would have accepted and, up to censoring, what the
+pass at budget B tells what every smaller tree would have got right and, up to censoring, what the
 chain would have. What a round cannot show is predicted, and now and then probed, within a fixed
 share of the time spent.
 """
@@ -47,7 +47,7 @@ ACCEPT_DOUBT, COST_DOUBT = 1.0, 0.5  # share by which an arm's rate may be off w
 class RoundFeedback:
     """What one round tells the policy, before any cut by max tokens or a stop string.
 
-    `accept_indices` is the accepted path in best-first node numbers, root (0) first.
+    `accept_indices` is the accept path in best-first node numbers, root (0) first.
     `num_chain_correct_drafts` is how many top-1 tokens match the committed tokens from the start
     (`chain_counterfactual`); `chain_censored` says that all committed tokens did, so it could be
     more. `surrogate` is the drafter's own forecast: for each of the policy's `tree_budgets`, the sum

@@ -94,7 +94,7 @@ def reference_ancestor_mask(parents: Ints) -> Bools:
 
 
 def reference_walk(tokens: Ints, parents: Ints, target_tokens: Ints) -> tuple[list[int], list[int]]:
-    """Columns of the accepted path, the root first, and the tokens committed, the bonus token last.
+    """Columns of the accept path, the root first, and the tokens committed, the bonus token last.
 
     All three are [W]; the step from a column goes to its child that carries the target's choice.
     """

@@ -26,17 +26,10 @@ def triton_refusal(draft_depth: int, candidate_topk: int, node_budget: int) -> s
     return None
 
 
-def build_trees(marginals: DraftMarginals, root_tokens: Tensor, node_budget: int) -> DraftTree:
-    """`build_draft_trees` by the faster builder: Triton on CUDA within its limits, else torch."""
-    if _fits_triton(marginals, node_budget):
-        return build_draft_trees_triton(marginals, root_tokens, node_budget)
-    return build_draft_trees(marginals, root_tokens, node_budget)
-
-
 def build_trees_with_layout(
     marginals: DraftMarginals, root_tokens: Tensor, prefix_lens: Tensor, node_budget: int
 ) -> tuple[DraftTree, TreeLayout, RetrieveLinks]:
-    """`build_trees`, `tree_layout` and `retrieve_links` by the faster builder, in one launch on CUDA."""
+    """Trees with layout and links: one Triton launch on CUDA within its limits, else the torch functions."""
     if _fits_triton(marginals, node_budget):
         return build_draft_trees_with_layout(marginals, root_tokens, prefix_lens, node_budget)
     tree = build_draft_trees(marginals, root_tokens, node_budget)

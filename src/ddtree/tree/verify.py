@@ -18,9 +18,9 @@ class VerifyResult(NamedTuple):
     """What one verify pass commits; -1 fills the columns beyond the path."""
 
     accept_indices: Tensor  # [bs, draft_depth + 1] int64: tree columns along the path, the root first
-    accept_tokens: Tensor  # [bs, draft_depth + 1] int64: tokens of the accepted drafts, then the bonus token
+    accept_tokens: Tensor  # [bs, draft_depth + 1] int64: the correct drafts, then the bonus token
     bonus_tokens: Tensor  # [bs] int64
-    num_correct_drafts: Tensor  # [bs] int64: accepted drafts, the bonus token not counted
+    num_correct_drafts: Tensor  # [bs] int64, the bonus token not counted
 
 
 def follow(tree: DraftTree, ancestor_mask: Tensor, target_tokens: Tensor, draft_depth: int) -> VerifyResult:
