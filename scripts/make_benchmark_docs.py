@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from the JSON files under results/: no figure there is typed by hand.
+"""Writes docs/benchmarks.md and the README's table from the files under results/: no figure is typed by hand.
 
 python scripts/make_benchmark_docs.py
 """
@@ -12,6 +12,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "results", ROOT / "docs" / "benchmarks.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- figures: made by scripts/make_benchmark_docs.py -->", "<!-- end of figures -->"
 Results = dict[str, Any]
 
 INTRODUCTION = """# Benchmarks
@@ -198,5 +200,37 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def readme_figures() -> str:
+    """The README's short table: each set's plain decoding, chain and best fixed tree."""
+    rows = []
+    for where, name in (("CPU, 2 cores", "engine_cpu_bf16"), ("one H200", "engine_gpu")):
+        results = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for prompts, arms in results["sets"].items():
+            trees = {arm: row for arm, row in arms.items() if arm.startswith("tree:") and arm != "tree:auto"}
+            best = max(trees, key=lambda arm: trees[arm]["tokens_per_s"])
+            rows.append([
+                where, prompts, arms["ar"]["tokens_per_s"], f"{arms['chain']['ratio_to_plain']:.2f}",
+                f"{trees[best]['ratio_to_plain']:.2f}", best.removeprefix("tree:"),
+                f"{trees[best]['accept_length']:.2f}",
+            ])  # fmt: skip
+    head = [
+        "machine",
+        "prompts",
+        "plain, tokens/s",
+        "chain, times plain",
+        "best tree, times plain",
+        "its nodes",
+        "accept length",
+    ]
+    return table(head, rows)
+
+
+def readme() -> str:
+    """The README with its table made anew."""
+    before, rest = README.read_text(encoding="utf-8").split(BEGIN)
+    return f"{before}{BEGIN}\n{readme_figures()}\n{END}{rest.split(END)[1]}"
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    README.write_text(readme(), encoding="utf-8")

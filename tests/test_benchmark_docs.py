@@ -1,4 +1,4 @@
-"""docs/benchmarks.md says what the results files say."""
+"""docs/benchmarks.md and the README say what the results files say."""
 
 import runpy
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_page_is_current():
+def test_pages_are_current():
     module = runpy.run_path(str(ROOT / "scripts" / "make_benchmark_docs.py"))
     written = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert written == module["page"](), "run python scripts/make_benchmark_docs.py"
+    assert (ROOT / "README.md").read_text(encoding="utf-8") == module["readme"]()
