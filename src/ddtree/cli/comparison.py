@@ -31,10 +31,9 @@ EXAMPLES = (
     ),
     Example(
         "code",
-        "Write a Python function that takes a list of words and returns a dictionary from each first letter "
-        "to the words that begin with it.",
+        "Write a Python function that checks whether a number is prime.",
     ),
-    Example("question", "Why do leaves change their colour in autumn? Answer in a few sentences."),
+    Example("question", "Name the planets of the solar system in order, with one fact about each."),
 )
 
 
