@@ -61,8 +61,8 @@ def test_path_that_cannot_be_looked_at_is_refused(name, words):
 def test_path_without_permission_is_refused(monkeypatch):
     error = PermissionError(errno.EACCES, "Permission denied")
     monkeypatch.setattr(models.Path, "is_dir", raises(error))
-    with pytest.raises(ModelNotFoundError, match="'/root/model': Permission denied; give a known name"):
-        models.resolve_target("/root/model")
+    with pytest.raises(ModelNotFoundError, match="'/locked/model': Permission denied; give a known name"):
+        models.resolve_target("/locked/model")
 
 
 def test_shipped_drafter_is_found():
