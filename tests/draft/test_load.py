@@ -242,7 +242,6 @@ def test_context_past_the_drafters_positions_is_logged(checkpoint: Path, caplog)
     assert "513 tokens pass the drafter's max_position_embeddings=512" in caplog.text
 
 
-@pytest.mark.skipif(not SHIPPED.is_dir(), reason="the shipped drafter is not in this checkout")
 def test_shipped_drafter_loads() -> None:
     table = torch.zeros(49152, 8)
     drafter = load_drafter(

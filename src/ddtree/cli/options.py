@@ -92,6 +92,7 @@ def expand_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    # typer reads the flags from here; functions have no such attribute for mypy.
     run.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
     return run
 
@@ -129,6 +130,7 @@ def _flag(spec: Field[Any], kind: Any, panel: Panel) -> inspect.Parameter:
 
 def _flag_type(kind: Any) -> Any:
     if get_origin(kind) is tuple:
+        # A type made at run time, which mypy does not take as one.
         return list[get_args(kind)[0]]  # type: ignore[misc]
     return list[str] if get_origin(kind) is Mapping else kind
 

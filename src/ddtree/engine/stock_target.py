@@ -47,6 +47,7 @@ def target_unsupported_reason(config: Any) -> str | None:
     return None
 
 
+# transformers is not followed by mypy, so its class counts as Any there.
 class _WindowCache(Cache):  # type: ignore[misc,unused-ignore]
     """Our static cache behind the transformers interface: a layer writes its window and reads everything."""
 

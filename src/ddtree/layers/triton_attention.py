@@ -70,6 +70,7 @@ def merge_parts(
         lse = tl.load(pointers, mask=is_part, other=float("-inf"), cache_modifier=".cg")
         pointers = parts_ptr + i * part_stride * HEAD_DIM + offsets
         part = tl.load(pointers, mask=is_part[:, None], other=0.0, cache_modifier=".cg")
+        # Tuples that grow in an unrolled loop: Triton compiles them, mypy sees the length change.
         lses = lses + (lse,)  # type: ignore[assignment]  # noqa: RUF005 (Triton unpacks no tuples)
         parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005
     for i in tl.static_range(NUM_SPLITS):

@@ -77,6 +77,7 @@ def start_weights(
     if BLOCK_M == 1:
         for i in tl.static_range(min((IN + BLOCK_K - 1) // BLOCK_K, MAX_HELD_TILES)):
             tile = load_tile(weight_ptr, cols, i * BLOCK_K, IN, BLOCK_K)
+            # Grows in an unrolled loop: Triton compiles that, mypy sees the length change.
             held = held + (tile,)  # type: ignore[assignment]  # noqa: RUF005 (Triton unpacks no tuples)
     elif LAUNCH != "plain":
         lines: tl.constexpr = triton.next_power_of_2((IN + 63) // 64)
