@@ -67,6 +67,6 @@ def invoke(arguments: Sequence[str]) -> int:
     except Exception as error:
         if not isinstance(error, UsageError):
             raise
-        # The class is found by its methods, since typer carries its own click in some releases.
+        # Of the class above, which is found at run time, mypy knows no methods.
         raise ConfigError(error.format_message()) from error  # type: ignore[attr-defined]
     return 0
