@@ -1,6 +1,22 @@
 """Writes docs/benchmarks.md and the README's table from the files under results/: no figure is typed by hand.
 
 python scripts/make_benchmark_docs.py
+
+A section whose file is missing is left out. Most files are written by the program under `benchmarks/` that
+measured them; `results/training.json` is put together from several, so here is what it holds. Accept
+lengths are tokens a round; parts marked "if there" may be missing.
+
+    prompts, max_tokens, dtype   of the acceptance of `sets`: prompts a set, most new tokens, "bfloat16"
+    prototype                    where the prototype's figures are from, a sentence without its full stop
+    sets                         set -> "chain" or a node budget in digits -> {
+                                     "prototype": accept length, "trained": accept length,
+                                     "trained_interval_95": [low, high] over prompts}
+    ablations                    if there: [{"name", "change": what differs from the row named "base",
+                                     "steps", "held_out": {"chain", "64"},
+                                     "sets": {set: {"chain", "64"}}}], in the order to be shown
+    generation                   if there: {"device", "new_tokens", "seconds"} of the corpus
+    step                         if there: what `benchmarks/bench_train_step.py` prints
+    provenance                   as `write_results` adds it
 """
 
 from __future__ import annotations
@@ -116,6 +132,80 @@ def acceptance(results: Results) -> Iterator[str]:
     yield table(head, rows)
 
 
+def training(results: Results) -> Iterator[str]:
+    yield (
+        f"Exact offline acceptance on the target's own greedy texts, {results['prompts']} prompts a set, at "
+        f"most {results['max_tokens']} new tokens, {results['dtype']}; intervals by bootstrap over prompts "
+        f"(95 %). Prototype: {results['prototype']}."
+    )
+    rows = [
+        [
+            name, nodes, f"{row['prototype']:.2f}", f"{row['trained']:.2f}",
+            "{:.2f} to {:.2f}".format(*row["trained_interval_95"]),
+            f"{row['trained'] / row['prototype']:.2f}",
+        ]
+        for name, columns in results["sets"].items()
+        for nodes, row in columns.items()
+    ]  # fmt: skip
+    yield table(["set", "nodes", "prototype", "trained", "interval", "times prototype"], rows)
+    if results.get("ablations"):
+        yield "What each change gave; accept length of the chain and of the tree of 64 nodes:"
+        yield ablations(results["ablations"])
+    if "generation" in results:
+        made = results["generation"]
+        yield (
+            f"Corpus: {made['new_tokens']:,} new tokens in {made['seconds']:,.0f} s on {made['device']}, "
+            f"**{made['new_tokens'] / made['seconds']:,.0f} tokens/s**."
+        )
+    if "step" in results:
+        yield from train_step(results["step"])
+
+
+def ablations(rows: Sequence[Results]) -> str:
+    """One row an ablation, each cell chain / tree of 64 nodes."""
+    sets = list(dict.fromkeys(name for row in rows for name in row["sets"]))
+    cells = [
+        [row["name"], row["change"], f"{row['steps']:,}", chain_and_tree(row["held_out"])]
+        + [chain_and_tree(row["sets"][name]) if name in row["sets"] else "" for name in sets]
+        for row in rows
+    ]
+    return table(["name", "change", "steps", "held-out", *sets], cells)
+
+
+def chain_and_tree(lengths: Results) -> str:
+    return f"{lengths['chain']:.2f} / {lengths['64']:.2f}"
+
+
+def train_step(step: Results) -> Iterator[str]:
+    yield (
+        f"Training step of {step['rows']} rows of {step['row_tokens']:,} tokens with {step['anchors_a_row']} "
+        f"anchors of {step['block_size']} positions, {step['dtype']}, layers {step['layers']}, on "
+        f"{step['device']}: **{step['steps_per_s']} steps/s** (windows of {step['steps_a_window']} steps: "
+        f"{min(step['steps_per_s_windows'])} to {max(step['steps_per_s_windows'])})."
+    )
+    total = sum(step["phase_ms"].values())
+    rows = [[name, f"{ms:.2f}", f"{ms / total:.0%}"] for name, ms in step["phase_ms"].items()]
+    yield table(["phase", "ms a step", "share"], rows)
+
+
+def training_acceptance(results: Results) -> Iterator[str]:
+    yield (
+        f"{results['dtype']}, {results['prompts']} prompts a set, {results['max_tokens']} new tokens. "
+        "Offline: what training reports, on the engine's plain texts; difference: paired bootstrap interval "
+        "(95 %) of engine less offline."
+    )
+    rows = [
+        [
+            name, nodes, f"{row['engine']:.2f}", f"{row['reference']:.2f}",
+            "{:+.3f} to {:+.3f}".format(*row["difference_interval_95"]), row["prompts_with_equal_rounds"],
+        ]
+        for name, columns in results["sets"].items()
+        for nodes, row in columns.items()
+    ]  # fmt: skip
+    head = ["set", "nodes", "engine", "offline", "difference", "prompts with equal rounds"]
+    yield table(head, rows)
+
+
 def tree_oracle(results: Results) -> Iterator[str]:
     yield f"`{json.dumps({key: value for key, value in results.items() if key != 'provenance'})}`"
 
@@ -180,6 +270,9 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Iterator[str]]], ...] = (
     ("Acceptance on a CPU, float32", "acceptance_cpu_fp32", acceptance),
     ("Acceptance on a GPU, float32", "acceptance_gpu_fp32", acceptance),
     ("Acceptance on a GPU, bfloat16", "acceptance_gpu", acceptance),
+    ("Training", "training", training),
+    ("Acceptance in training, CPU, float32", "training_acceptance_cpu_fp32", training_acceptance),
+    ("Acceptance in training, GPU, bfloat16", "training_acceptance_gpu", training_acceptance),
     ("Trees against the oracle", "tree_oracle", tree_oracle),
     ("What the tree costs on a GPU", "tree_build_gpu", tree_steps),
     ("Decoder stack on a GPU", "decoder_gpu", stack),

@@ -16,7 +16,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEADER = """# The command line
 
 This page is made from the commands by `scripts/make_cli_docs.py`. Exit codes: 0 done; 1 the demo's texts
-differ; 2 a mistake in the request, told in one line on standard error; 130 ended by Ctrl-C.
+differ; 2 a mistake in the request, told in one line on standard error; 75 training was stopped by
+`--max-seconds` and goes on with the same command; 130 ended by Ctrl-C.
 """
 KINDS = {int: "N", float: "X", str: "TEXT", list[int]: "N", list[str]: "TEXT"}
 
@@ -49,7 +50,7 @@ def names(name: str, kind: Any, info: Any) -> str:
     if type(info).__name__ == "ArgumentInfo":
         return f"`{name.upper()}`"
     given = [info.default, *(info.param_decls or ())]  # where typer keeps names inside Annotated
-    flags = [flag.strip(" /") for flag in given if isinstance(flag, str)] or [f"--{name}"]
+    flags = [flag.strip(" /") for flag in given if isinstance(flag, str)] or [f"--{name.replace('_', '-')}"]
     shown = ", ".join(f"`{flag}`" for flag in flags)
     return shown if kind is bool else f"{shown} {escape(value_kind(kind, info))}"
 
@@ -63,7 +64,7 @@ def value_kind(kind: Any, info: Any) -> str:
 
 
 def default(value: Any) -> str:
-    if value is None or value == [] or isinstance(value, bool):
+    if value in (None, [], inspect.Parameter.empty) or isinstance(value, bool):
         return ""
     return f"`{value}`"
 

@@ -23,7 +23,7 @@ ROOMS = {
     "sglang_plugin": {"tree"},
     "trace": {PUBLIC},
     "bench": {PUBLIC},
-    "train": {"draft", PUBLIC},
+    "train": {"tree", "draft", PUBLIC},
     "cli": {
         "tree",
         "layers",

@@ -2,5 +2,6 @@
 
 TEXTS_DIFFER = 1  # of the demo
 USER_ERROR = 2
+UNFINISHED = 75  # of training: --max-seconds stopped it, run it again (EX_TEMPFAIL of sysexits)
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
 BROKEN_PIPE = 141  # the shell's code for a program whose reader went away

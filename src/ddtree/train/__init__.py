@@ -1,0 +1,1 @@
+"""Trains or adapts a DFlash drafter: corpus, features, training, evaluation, export."""

@@ -1,0 +1,305 @@
+"""From a recipe to a drafter: generate the corpus, train, measure, export; each stage can be run alone.
+
+A run's folder: `data/` the corpus, `checkpoints/`, `log.csv` and `log.png`, `acceptance.json`, `drafter/` the
+result. Several processes (torchrun) train together; all else is done by the first one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddtree.config import MIN_CONTEXT_TOKENS, check
+from ddtree.draft.dflash_config import DFlashConfig
+from ddtree.draft.load import read_weights
+from ddtree.errors import ConfigError
+from ddtree.provenance import provenance
+from ddtree.train.attention import default_kind
+from ddtree.train.checkpoint import Checkpoint, load_checkpoint
+from ddtree.train.corpus import Corpus
+from ddtree.train.drafter import TrainableDrafter
+from ddtree.train.drafter_shape import drafter_config
+from ddtree.train.evaluation import (
+    HELD_OUT,
+    Evaluator,
+    accept_lengths,
+    answered,
+    held_out_prompts,
+    load_texts,
+    report,
+    save_texts,
+    set_prompts,
+)
+from ddtree.train.export import export_drafter
+from ddtree.train.fingerprint import corpus_fingerprint, training_fingerprint
+from ddtree.train.generate import ProgressReport, generate_corpus
+from ddtree.train.loop import TrainingRun, train
+from ddtree.train.model_card import CardFacts, model_card
+from ddtree.train.packing import Shard
+from ddtree.train.plot import plot_log
+from ddtree.train.recipe import Recipe
+from ddtree.train.reporting import PipelineOptions, PipelineResult, Reporter, SilentReporter, Stage
+from ddtree.train.run_folder import RunFolder, read_json, write_json
+from ddtree.train.target import Target, open_target
+from ddtree.train.target_features import FrozenTarget
+from ddtree.train.trainer import Trainer
+from ddtree.train.training_log import TrainingLog, read_log
+
+
+class TimeUp(Exception):
+    """Ends the generation of the corpus; what is finished is kept."""
+
+
+# Other processes wait this long for what the first one does alone.
+WAIT_S = 6 * 3600
+
+
+class Pipeline:
+    """One run of a recipe in a folder.
+
+    Args:
+        recipe: what to make.
+        folder: where everything is kept.
+        options: stages, device, resuming and time.
+        reporter: who listens; in processes other than the first nobody.
+        shard: which process of how many this is.
+    """
+
+    def __init__(
+        self, recipe: Recipe, folder: Path, options: PipelineOptions, reporter: Reporter, shard: Shard
+    ) -> None:
+        self.recipe, self.options, self.shard = recipe, options, shard
+        self.folder = RunFolder(folder)
+        self.reporter = reporter if shard.rank == 0 else SilentReporter()
+        self.device = process_device(options.device)
+        seconds = options.max_seconds
+        self.deadline = None if seconds is None else time.monotonic() + seconds
+        self.target: Target = open_target(recipe.target, self.device)
+        self.config = drafter_config(recipe.drafter, self.target.config)
+        self.fingerprint = training_fingerprint(recipe)
+        self.is_late = False
+
+    def run(self) -> PipelineResult:
+        """Run the stages, in their order."""
+        if self.shard.rank == 0:
+            self.folder.begin()
+        steps = {
+            Stage.DATA: self.generate,
+            Stage.TRAIN: self.train,
+            Stage.EVALUATE: self.evaluate,
+            Stage.EXPORT: self.export,
+        }
+        for stage in self.options.stages:
+            if self.shard.rank == 0 or stage is Stage.TRAIN:
+                self.reporter.stage(stage.value)
+                steps[stage]()
+            if self._everybody_stops():
+                self.reporter.message("the time is up; the same command goes on from here")
+                break
+        return self._result()
+
+    def _everybody_stops(self) -> bool:
+        """Whether the time was up in the first process, which is the one that looks; waits for it."""
+        if self.shard.size == 1:
+            return self.is_late
+        is_late = torch.tensor(int(self.is_late), device=self.device)
+        dist.broadcast(is_late, src=0)
+        return bool(is_late.item())
+
+    def generate(self) -> None:
+        """Write the corpus, going on with what is there."""
+        data = self.folder.data
+        if not self.options.resume:
+            shutil.rmtree(data, ignore_errors=True)
+            self.folder.forget_held_out()
+        try:
+            done = generate_corpus(
+                self.target.load_model(), self.target.tokenizer, self.recipe.data, data,
+                corpus_fingerprint(self.recipe), self._on_generation,
+            )  # fmt: skip
+        except TimeUp:
+            return
+        earlier = read_json(self.folder.generation)
+        if done.conversations or not earlier:
+            write_json(self.folder.generation, asdict(done))
+
+    def train(self) -> None:
+        """Train from the newest checkpoint, or from the start."""
+        settings = self.recipe.train
+        if not self.options.resume and self.shard.rank == 0:
+            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+        if self.shard.size > 1:
+            dist.barrier()
+        corpus = self._corpus()
+        indices, held_out = corpus.split(self.recipe.data.held_out, self.recipe.data.seed)
+        texts = self._held_out_texts(corpus, held_out) if self.shard.rank == 0 else []
+        drafter, target = self._pair()
+        state = load_checkpoint(self.folder.checkpoints, self.fingerprint, self.device)
+        trainer = Trainer(drafter, target, settings, self.shard)
+        if state is not None:
+            restore(trainer, state)
+            self.reporter.message(f"going on after step {state.step}")
+        if settings.compile and self.device.type == "cuda":
+            target.compile_layers()
+            drafter.compile_layers()
+        evaluator, first_step = Evaluator(drafter, target, self.recipe), state.step if state else 0
+        run = TrainingRun(
+            self.recipe, self.fingerprint, corpus, indices, self.folder.checkpoints, self._log(first_step),
+            lambda: evaluator.measure(texts), self.reporter, first_step, self.deadline,
+        )  # fmt: skip
+        self.is_late = train(run, trainer) < settings.steps
+
+    def evaluate(self) -> None:
+        """Measure the newest checkpoint on the held-out conversations and on the recipe's sets."""
+        settings = self.recipe.evaluation
+        corpus = self._corpus()
+        _, held_out = corpus.split(self.recipe.data.held_out, self.recipe.data.seed)
+        prompts = {
+            name: set_prompts(self.target.tokenizer, Path(path), settings.set_prompts)
+            for name, path in settings.sets.items()
+        }
+        texts = {HELD_OUT: self._held_out_texts(corpus, held_out)}
+        if prompts:
+            texts |= answered(self.target, self.target.load_model(), prompts, settings.max_tokens)
+        drafter, target = self._pair()
+        self._load_newest(drafter)
+        evaluator = Evaluator(drafter, target, self.recipe)
+        tables = {}
+        for done, (name, group) in enumerate(texts.items(), 1):
+            tables[name] = evaluator.measure(group)
+            self.reporter.progress(done, len(texts), name)
+        write_json(self.folder.acceptance, report(tables))
+
+    def export(self) -> None:
+        """Write the newest checkpoint as a drafter with its model card, and draw the log."""
+        drafter = TrainableDrafter(DFlashConfig.from_dict(self.config), MIN_CONTEXT_TOKENS)
+        step = self._load_newest(drafter)
+        rows = read_log(self.folder.log)
+        plot_log(rows, self.folder.plot)
+        facts = CardFacts(
+            recipe=self.recipe,
+            config=self.config,
+            num_parameters=sum(weight.numel() for weight in drafter.parameters()),
+            corpus=read_json(self.folder.generation),
+            final={"steps": step, "loss": rows[-1].loss, "first draft right": rows[-1].position_correct[0]},
+            acceptance=self._acceptance(),
+            commands=self.folder.commands(),
+            provenance=provenance(),
+        )
+        path = export_drafter(drafter.state_dict(), self.config, self.folder.drafter, model_card(facts))
+        self.reporter.message(f"drafter: {path}")
+
+    def _pair(self) -> tuple[TrainableDrafter, FrozenTarget]:
+        config = DFlashConfig.from_dict(self.config)
+        longest = max(
+            self.recipe.train.row_tokens + config.block_size, self.target.config.max_position_embeddings
+        )
+        drafter = TrainableDrafter(config, longest)
+        kind = default_kind(self.device)
+        target = FrozenTarget(self.target.load_model(), config.target_layer_ids, kind)
+        if self.recipe.drafter.init_from:
+            drafter.load_state_dict(read_weights(Path(self.recipe.drafter.init_from), config))
+        else:
+            drafter.init_weights(self.recipe.train.seed, target.head_weight)
+        return drafter.to(self.device), target
+
+    def _corpus(self) -> Corpus:
+        corpus = Corpus.open(self.folder.data)
+        if corpus.fingerprint != corpus_fingerprint(self.recipe):
+            raise ConfigError(
+                f"the corpus in {self.folder.data} was generated by other [target] or [data] settings; "
+                "choose another output folder, or restore the recipe"
+            )
+        return corpus
+
+    def _held_out_texts(self, corpus: Corpus, indices: Any) -> Any:
+        """Greedy answers to the held-out conversations' prompts, kept once made."""
+        settings = self.recipe.evaluation
+        path = self.folder.held_out(settings.prompts, settings.max_tokens)
+        if not path.exists():
+            prompts = {HELD_OUT: held_out_prompts(corpus, indices, settings.prompts)}
+            made = answered(self.target, self.target.load_model(), prompts, settings.max_tokens)
+            save_texts(path, made[HELD_OUT])
+        return load_texts(path)
+
+    def _log(self, first_step: int) -> TrainingLog | None:
+        if self.shard.rank:
+            return None
+        columns = ["chain", *map(str, self.recipe.evaluation.budgets)]
+        return TrainingLog(self.folder.log, int(self.config["block_size"]) - 1, columns, first_step)
+
+    def _load_newest(self, drafter: TrainableDrafter) -> int:
+        state = load_checkpoint(self.folder.checkpoints, self.fingerprint, torch.device("cpu"))
+        if state is None:
+            raise ConfigError(f"{self.folder.checkpoints} holds no checkpoint; run the stage train first")
+        drafter.load_state_dict(state.drafter)
+        return state.step
+
+    def _acceptance(self) -> dict[str, dict[str, float]]:
+        path = self.folder.acceptance
+        return accept_lengths(path) if path.exists() else {}
+
+    def _on_generation(self, now: ProgressReport) -> None:
+        self.reporter.progress(
+            now.new_tokens, self.recipe.data.new_tokens, f"{now.tokens_per_s:,.0f} tokens/s"
+        )
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            self.is_late = True
+            raise TimeUp
+
+    def _result(self) -> PipelineResult:
+        return PipelineResult(not self.is_late, self.folder.files(), self._acceptance())
+
+
+def restore(trainer: Trainer, state: Checkpoint) -> None:
+    """Put a checkpoint's weights and optimiser state into a trainer."""
+    trainer.drafter.load_state_dict(state.drafter)
+    trainer.optimizer.load_state_dict(state.optimizer)
+
+
+def process_shard() -> Shard:
+    """This process's place among those that torchrun started, from its environment; alone without it."""
+    return Shard(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
+
+
+def process_device(name: str) -> torch.device:
+    """The device of this process: with several GPUs and "auto" or "cuda", the one of its local rank."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    check(name == "cpu" or torch.cuda.is_available(), "device", name, "cpu: torch finds no CUDA GPU here")
+    device = torch.device(name)
+    if device.type == "cuda":
+        if device.index is None:
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        count = torch.cuda.device_count()
+        check((device.index or 0) < count, "device", str(device), f"one of the {count} GPUs, from cuda:0")
+        torch.cuda.set_device(device)
+    return device
+
+
+def run_pipeline(
+    recipe: Recipe, folder: Path, options: PipelineOptions, reporter: Reporter
+) -> PipelineResult:
+    """Run a recipe's stages in a folder; under torchrun, in all processes together.
+
+    Raises:
+        DDTreeError: a recipe, folder, model or corpus that cannot be used, or training that went wrong.
+    """
+    shard = process_shard()
+    device = process_device(options.device)
+    if shard.size == 1:
+        return Pipeline(recipe, folder, options, reporter, shard).run()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=WAIT_S))
+    try:
+        return Pipeline(recipe, folder, options, reporter, shard).run()
+    finally:
+        dist.destroy_process_group()
