@@ -60,6 +60,9 @@ def varied(recipe: Recipe, changes: Mapping[str, Any], steps: int) -> Recipe:
 def run_variant(recipe: Recipe, folder: Path, corpus: Path, device: str) -> dict[str, Any]:
     """Train and measure one variant; returns its figures."""
     folder.mkdir(parents=True)
+    texts = corpus.parent / "texts"
+    texts.mkdir(exist_ok=True)
+    (folder / "texts").symlink_to(texts.resolve())
     own_data = not corpus.exists()
     if not own_data:
         (folder / "data").symlink_to(corpus.resolve())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from ddtree.errors import ConfigError
@@ -27,7 +30,7 @@ HELD_OUT = "held_out"
 MAX_SLOTS = 256
 
 
-def held_out_prompts(corpus: Corpus, indices: Sequence[int], count: int) -> list[list[int]]:
+def held_out_prompts(corpus: Corpus, indices: NDArray[np.int64], count: int) -> list[list[int]]:
     """Tokens of the first `count` of these conversations up to their answers."""
     conversations = [corpus[int(i)] for i in indices[:count]]
     return [conversation.tokens[: conversation.answer_start].tolist() for conversation in conversations]
@@ -39,13 +42,32 @@ def set_prompts(tokenizer: Any, path: Path, count: int) -> list[list[int]]:
 
 
 def answered(
-    target: Target, model: Any, prompts: Mapping[str, Sequence[Sequence[int]]], max_tokens: int
+    target: Target, prompts: Mapping[str, Sequence[Sequence[int]]], max_tokens: int, folder: Path
 ) -> dict[str, list[Text]]:
-    """The target's greedy answers to the prompts of each name, all in one batch.
+    """The target's greedy answers to the prompts of each name; kept in `folder` and made once.
 
     Raises:
         ConfigError: a prompt with its answer is longer than the target's context.
     """
+    paths = {name: folder / f"{texts_key(group, max_tokens)}.safetensors" for name, group in prompts.items()}
+    missing = {name: group for name, group in prompts.items() if not paths[name].exists()}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, texts in (answer(target, missing, max_tokens) if missing else {}).items():
+        save_texts(paths[name], texts)
+    return {name: load_texts(path) for name, path in paths.items()}
+
+
+def texts_key(prompts: Sequence[Sequence[int]], max_tokens: int) -> str:
+    """What tells the answers to these prompts from others, 16 hexadecimal digits."""
+    content = json.dumps([max_tokens, *map(list, prompts)])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def answer(
+    target: Target, prompts: Mapping[str, Sequence[Sequence[int]]], max_tokens: int
+) -> dict[str, list[Text]]:
+    """As `answered`, made now, all in one batch."""
+    model = target.load_model()
     flat = [prompt for group in prompts.values() for prompt in group]
     room = max(map(len, flat)) + max_tokens
     longest = target.config.max_position_embeddings
@@ -54,23 +76,24 @@ def answered(
             f"evaluation.max_tokens={max_tokens} is not allowed: with the longest prompt it makes {room} "
             f"tokens, the target's context has {longest}; lower it or shorten the prompts"
         )
-    slots = min(MAX_SLOTS, len(flat))
-    decoder = BatchDecoder(model, slots, room)
+    decoder = BatchDecoder(model, min(MAX_SLOTS, len(flat)), room)
     ends = end_tokens(model, target.tokenizer, template_pieces(target.tokenizer))
     texts = iter(greedy_texts(decoder, flat, max_tokens, ends))
     return {name: [next(texts) for _ in group] for name, group in prompts.items()}
 
 
 def save_texts(path: Path, texts: Sequence[Text]) -> None:
-    """Keep texts in one safetensors file."""
+    """Keep texts in one safetensors file, which appears whole."""
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
     save_file(
         {
             "tokens": np.concatenate([text.tokens for text in texts]).astype(np.int32),
             "lengths": np.array([len(text.tokens) for text in texts], np.int32),
             "answer_starts": np.array([text.answer_start for text in texts], np.int32),
         },
-        path,
+        unfinished,
     )
+    os.replace(unfinished, path)
 
 
 def load_texts(path: Path) -> list[Text]:

@@ -12,16 +12,18 @@ import time
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from ddtree.config import MIN_CONTEXT_TOKENS, check
 from ddtree.draft.dflash_config import DFlashConfig
 from ddtree.draft.load import read_weights
 from ddtree.errors import ConfigError
 from ddtree.provenance import provenance
+from ddtree.train.acceptance import Text
 from ddtree.train.attention import default_kind
 from ddtree.train.checkpoint import Checkpoint, load_checkpoint
 from ddtree.train.corpus import Corpus
@@ -33,9 +35,7 @@ from ddtree.train.evaluation import (
     accept_lengths,
     answered,
     held_out_prompts,
-    load_texts,
     report,
-    save_texts,
     set_prompts,
 )
 from ddtree.train.export import export_drafter
@@ -119,7 +119,6 @@ class Pipeline:
         data = self.folder.data
         if not self.options.resume:
             shutil.rmtree(data, ignore_errors=True)
-            self.folder.forget_held_out()
         try:
             done = generate_corpus(
                 self.target.load_model(), self.target.tokenizer, self.recipe.data, data,
@@ -162,13 +161,11 @@ class Pipeline:
         settings = self.recipe.evaluation
         corpus = self._corpus()
         _, held_out = corpus.split(self.recipe.data.held_out, self.recipe.data.seed)
-        prompts = {
+        prompts = {HELD_OUT: held_out_prompts(corpus, held_out, settings.prompts)} | {
             name: set_prompts(self.target.tokenizer, Path(path), settings.set_prompts)
             for name, path in settings.sets.items()
         }
-        texts = {HELD_OUT: self._held_out_texts(corpus, held_out)}
-        if prompts:
-            texts |= answered(self.target, self.target.load_model(), prompts, settings.max_tokens)
+        texts = answered(self.target, prompts, settings.max_tokens, self.folder.texts)
         drafter, target = self._pair()
         self._load_newest(drafter)
         evaluator = Evaluator(drafter, target, self.recipe)
@@ -220,15 +217,10 @@ class Pipeline:
             )
         return corpus
 
-    def _held_out_texts(self, corpus: Corpus, indices: Any) -> Any:
-        """Greedy answers to the held-out conversations' prompts, kept once made."""
+    def _held_out_texts(self, corpus: Corpus, indices: NDArray[np.int64]) -> list[Text]:
         settings = self.recipe.evaluation
-        path = self.folder.held_out(settings.prompts, settings.max_tokens)
-        if not path.exists():
-            prompts = {HELD_OUT: held_out_prompts(corpus, indices, settings.prompts)}
-            made = answered(self.target, self.target.load_model(), prompts, settings.max_tokens)
-            save_texts(path, made[HELD_OUT])
-        return load_texts(path)
+        prompts = {HELD_OUT: held_out_prompts(corpus, indices, settings.prompts)}
+        return answered(self.target, prompts, settings.max_tokens, self.folder.texts)[HELD_OUT]
 
     def _log(self, first_step: int) -> TrainingLog | None:
         if self.shard.rank:

@@ -21,6 +21,7 @@ class RunFolder:
         checkpoints: drafter and optimiser.
         log, plot: the training log and its picture.
         acceptance: measured at the end.
+        texts: the target's answers on which acceptance is measured.
         drafter: the exported drafter.
     """
 
@@ -29,6 +30,7 @@ class RunFolder:
         self.data, self.generation = path / "data", path / "generation.json"
         self.checkpoints, self.log, self.plot = path / "checkpoints", path / "log.csv", path / "log.png"
         self.acceptance, self.drafter = path / "acceptance.json", path / "drafter"
+        self.texts = path / "texts"
         self._commands = path / "commands.txt"
 
     def begin(self) -> None:
@@ -58,15 +60,6 @@ class RunFolder:
     def commands(self) -> list[str]:
         """The command lines that worked in this folder, oldest first."""
         return self._commands.read_text(encoding="utf-8").splitlines() if self._commands.exists() else []
-
-    def held_out(self, prompts: int, max_tokens: int) -> Path:
-        """The target's answers to so many held-out prompts, of so many tokens."""
-        return self.path / f"held_out-{prompts}-{max_tokens}.safetensors"
-
-    def forget_held_out(self) -> None:
-        """Drop those answers, since the corpus will be another."""
-        for file in self.path.glob("held_out-*.safetensors"):
-            file.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
