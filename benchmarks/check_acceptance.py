@@ -35,14 +35,6 @@ from ddtree.engine.stock_target import StockTarget
 from ddtree.layers.window import Window
 from ddtree.tree.build_reference import build_draft_tree
 
-# Published with the prototype drafter: 64 prompts, 256 new tokens, bf16, computed offline.
-PROTOTYPE = {
-    "gsm8k": {"chain": 2.42, "16": 3.09, "32": 3.32, "64": 3.53, "128": 3.74, "256": 3.97},
-    "humaneval": {"chain": 1.76, "16": 2.24, "32": 2.39, "64": 2.55, "128": 2.71, "256": 2.86},
-    "mt_bench": {"chain": 1.74, "16": 2.22, "32": 2.36, "64": 2.51, "128": 2.65, "256": 2.81},
-}
-
-
 LARGEST_SHARE = 0.03
 
 
@@ -181,7 +173,6 @@ def main() -> None:
             for budget in budgets:
                 key = "chain" if budget is None else str(budget)
                 row = check_set(engine, offline, prompts, budget, args.max_tokens, step)
-                row["prototype"] = PROTOTYPE[name].get(key)
                 table.setdefault(name, {})[key] = row
                 print(name, key, row)
     results = {"dtype": args.dtype, "prompts": args.prompts, "max_tokens": args.max_tokens, "sets": table}

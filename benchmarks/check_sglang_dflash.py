@@ -5,8 +5,8 @@ pools tokens a verify pass. A request's first token comes from its prefill and i
 --offline names an acceptance.json of `ddtree train`, its chain figures stand beside them. Needs a GPU and
 SGLang; the last line is JSON.
 
-    python benchmarks/check_sglang_dflash.py --drafter runs/smollm2-135m/drafter \\
-        --offline runs/smollm2-135m/acceptance.json --output results/sglang_dflash.json
+    python benchmarks/check_sglang_dflash.py --offline runs/smollm2-135m/acceptance.json \\
+        --output results/sglang_dflash.json
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common import SETS, load_prompts, write_results
-from ddtree.models import resolve_target
+from ddtree.models import resolve_drafter, resolve_target
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafter", type=Path, required=True)
+    parser.add_argument("--drafter", default="auto")
     parser.add_argument("--offline", type=Path)
     parser.add_argument("--sets", nargs="+", default=list(SETS), choices=SETS)
     parser.add_argument("--prompts", type=int, default=64)
@@ -44,7 +44,7 @@ def start_engine(args: argparse.Namespace, target: Path) -> Any:
     return sglang.Engine(
         model_path=str(target),
         speculative_algorithm="DFLASH",
-        speculative_draft_model_path=str(args.drafter),
+        speculative_draft_model_path=str(resolve_drafter(args.drafter, args.model)),
         attention_backend=args.attention_backend,
         sampling_backend="pytorch",
         grammar_backend="none",

@@ -15,6 +15,8 @@ lengths are tokens a round; parts marked "if there" may be missing.
                                      "steps", "held_out": {"chain", "64"},
                                      "sets": {set: {"chain", "64"}}}], in the order to be shown
     generation                   if there: {"device", "new_tokens", "seconds"} of the corpus
+    run                          if there: {"steps", "median_steps_per_s", "lowest", "highest", "device"}
+                                 of the run that made the drafter
     step                         if there: what `benchmarks/bench_train_step.py` prints
     provenance                   as `write_results` adds it
 """
@@ -116,19 +118,18 @@ def acceptance(results: Results) -> Iterator[str]:
     yield (
         f"{results['dtype']}, {results['prompts']} prompts a set, {results['max_tokens']} new tokens. "
         "Reference: the paper's heap on teacher-forced text; difference: paired bootstrap interval (95 %) of "
-        "engine less reference. Prototype: published with the drafter "
-        "(64 prompts, 256 tokens, another tokeniser conversion)."
+        "engine less reference."
     )
     rows = [
         [
             name, budget, f"{row['engine']:.2f}", f"{row['reference']:.2f}",
             "{:+.3f} to {:+.3f}".format(*row["difference_interval_95"]),
-            row["prompts_with_equal_rounds"], row["prototype"] or "",
+            row["prompts_with_equal_rounds"],
         ]
         for name, budgets in results["sets"].items()
         for budget, row in budgets.items()
     ]  # fmt: skip
-    head = ["set", "nodes", "engine", "reference", "difference", "prompts with equal rounds", "prototype"]
+    head = ["set", "nodes", "engine", "reference", "difference", "prompts with equal rounds"]
     yield table(head, rows)
 
 
@@ -156,6 +157,12 @@ def training(results: Results) -> Iterator[str]:
         yield (
             f"Corpus: {made['new_tokens']:,} new tokens in {made['seconds']:,.0f} s on {made['device']}, "
             f"**{made['new_tokens'] / made['seconds']:,.0f} tokens/s**."
+        )
+    if "run" in results:
+        run = results["run"]
+        yield (
+            f"The run itself: {run['steps']:,} steps, **{run['median_steps_per_s']} steps/s** in the median "
+            f"({run['lowest']} to {run['highest']} between rows of its log), on {run['device']}."
         )
     if "step" in results:
         yield from train_step(results["step"])
@@ -261,6 +268,19 @@ def memory(results: Results) -> Iterator[str]:
     )
 
 
+def sglang_dflash(results: Results) -> Iterator[str]:
+    yield (
+        f"The drafter in stock SGLang {results['sglang']}, `--speculative-algorithm DFLASH` (chain), backend "
+        f"{results['backend']}, {results['prompts']} requests at once, greedy, {results['max_tokens']} new "
+        "tokens; a request's first token, which prefill makes, is not counted."
+    )
+    rows = [
+        [name, row["rounds"], f"{row['accept_length']:.2f}", f"{row['offline_chain']:.2f}"]
+        for name, row in results["sets"].items()
+    ]
+    yield table(["set", "verify passes", "accept length", "offline chain"], rows)
+
+
 SECTIONS: tuple[tuple[str, str, Callable[[Results], Iterator[str]]], ...] = (
     ("Speed on a CPU, bfloat16", "engine_cpu_bf16", engine_speed),
     ("Speed on a CPU, float32", "engine_cpu_fp32", engine_speed),
@@ -269,8 +289,8 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Iterator[str]]], ...] = (
     ("Sampling options", "sampling_gtest", sampling),
     ("Acceptance on a CPU, float32", "acceptance_cpu_fp32", acceptance),
     ("Acceptance on a GPU, float32", "acceptance_gpu_fp32", acceptance),
-    ("Acceptance on a GPU, bfloat16", "acceptance_gpu", acceptance),
     ("Training", "training", training),
+    ("In stock SGLang", "sglang_dflash", sglang_dflash),
     ("Acceptance in training, CPU, float32", "training_acceptance_cpu_fp32", training_acceptance),
     ("Acceptance in training, GPU, bfloat16", "training_acceptance_gpu", training_acceptance),
     ("Trees against the oracle", "tree_oracle", tree_oracle),

@@ -132,7 +132,7 @@ def test_the_card_says_what_was_made_from_what(facts):
         "| loss | 2.346 |",
         "temperatures 0 (50%), 0.7 (25%), 1 (25%)",
         "`excluded_prompts.sha256`",
-        "20,000 steps of 16 rows of 1024 tokens with 96 blocks",
+        "7,000 steps of 16 rows of 1024 tokens with 96 blocks",
         "| gsm8k | 3.10 | 4.50 |",
         "--stage data\nddtree train recipes/smollm2-135m.toml\n```",
     ):

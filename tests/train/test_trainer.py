@@ -119,7 +119,7 @@ def test_a_loss_that_is_no_number_stops_with_step_and_batch(tmp_path):
 
 def test_an_exploding_loss_stops(tmp_path):
     settings = replace(SETTINGS, max_loss=2.0, log_every=4)
-    with pytest.raises(TrainingError, match=r"step 0: the loss is 6\.\d+, above train\.max_loss=2"):
+    with pytest.raises(TrainingError, match=r"step 0: the loss is \d\.\d+, above train\.max_loss=2"):
         train(run_of(tmp_path, settings), tiny_trainer(settings))
 
 

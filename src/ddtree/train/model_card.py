@@ -167,12 +167,16 @@ def acceptance_table(acceptance: Mapping[str, Mapping[str, float]]) -> str:
 
 def commands_text(facts: CardFacts) -> str:
     commands = "\n".join(facts.commands)
-    recipe = json.dumps(portable(facts.recipe), ensure_ascii=False, indent=1)
-    source = json.dumps(facts.provenance, ensure_ascii=False, indent=1)
     return (
-        f"```sh\n{commands}\n```\n\nThe recipe, files by name:\n\n```json\n{recipe}\n```\n\n"
-        f"Where it ran:\n\n```json\n{source}\n```"
+        f"```sh\n{commands}\n```\n\nThe recipe, files by name:\n\n{json_lines(portable(facts.recipe))}\n\n"
+        f"Where it ran:\n\n{json_lines(facts.provenance)}"
     )
+
+
+def json_lines(values: Mapping[str, Any]) -> str:
+    """An object as a block of JSON, one line a key."""
+    lines = [f"  {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return "```json\n{\n" + ",\n".join(lines) + "\n}\n```"
 
 
 def portable(recipe: Recipe) -> dict[str, Any]:
@@ -191,7 +195,7 @@ def portable(recipe: Recipe) -> dict[str, Any]:
 def limits_text(recipe: Recipe) -> str:
     known = KNOWN_MODELS.get(recipe.target.model)
     licence = (
-        f"{LICENCES[recipe.target.model]}, as the target's."
+        f"The licence is {LICENCES[recipe.target.model]}, as the target's."
         if known
         else "The weights were trained on outputs of the target: see its licence for what may be done."
     )
@@ -210,7 +214,7 @@ def figures(values: Mapping[str, int | float | str]) -> str:
 
 def readable(value: int | float | str) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else value
 
 

@@ -146,14 +146,14 @@ class TrainSettings:
     clip_norm: float = setting(1.0, "largest norm of the gradient")
     position_decay: float = setting(7.0, "positions after which a label's weight falls by e")
     weighting: Weighting = setting(
-        "position", "position: by depth alone; path: also by how likely the drafts before are right"
+        "path", "position: by depth alone; path: also by how likely the drafts before are right"
     )
     labels: Labels = setting("hard", "hard: the corpus's tokens; soft: the target's distributions")
     seed: int = setting(0, "seed of weights, order and anchors")
     log_every: int = setting(20, "steps between rows of the log")
     checkpoint_every: int = setting(1000, "steps between checkpoints")
     compile: bool = setting(True, "compile the training step on CUDA")
-    max_loss: float = setting(30.0, "a loss above this ends training as exploded")
+    max_loss: float = setting(100.0, "a loss above this ends training as exploded")
 
     def __post_init__(self) -> None:
         check_whole(self, {
