@@ -125,7 +125,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask, scale: flo
         # Inside a compiled layer the plain function is compiled along with it.
         is_compiling = torch.compiler.is_compiling()
         flex: Any = flex_attention if is_compiling else _compiled_flex_attention()
-        # Below 128 queries torch takes a kernel for decoding, which gave wrong values here (torch 2.11).
+        # Below 128 queries torch would take its kernel for decoding, which is not held against dense here.
         options = {"FORCE_USE_FLEX_ATTENTION": True} if queries.shape[2] < FLEX_MIN_QUERIES else None
         output: Tensor = flex(
             queries, keys, values, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options

@@ -140,8 +140,8 @@ class FrozenTarget:
     def compile_layers(self) -> None:
         """Compile each decoder layer at its first use.
 
-        Only its forward: the hooks around it are other ones in every layer and at every call, which a
-        compiled `__call__` would not notice.
+        Only its forward, so that the hooks, which are other ones in every layer and at every call, stay
+        outside of the compiled code.
         """
         for layer in self._layers:
             layer.forward = torch.compile(layer.forward, dynamic=False)
