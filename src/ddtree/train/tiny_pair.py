@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 # In the order of SmolLM2's first tokens, so that 3 is the mask token here too.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>")
+END_OF_TURN = "<|im_end|>"
 VOCAB_SIZE = 300
 MAX_POSITIONS = 4096
 CHAT_TEMPLATE = (
@@ -46,7 +47,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(SAMPLE, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
+        eos_token=END_OF_TURN,
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>", "<repo_name>"],
         chat_template=CHAT_TEMPLATE,
@@ -76,4 +77,8 @@ def tiny_target(vocab_size: int, seed: int) -> LlamaForCausalLM:
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             weight.copy_(1 + 0.1 * noise if "norm" in name else 0.15 * noise)
+        # Turns should end now and then, and have no other special token in them.
+        head = model.get_output_embeddings().weight
+        head[: len(SPECIAL_TOKENS)] *= 0.1
+        head[SPECIAL_TOKENS.index(END_OF_TURN)] *= 40.0
     return model
