@@ -51,8 +51,9 @@ def generate(model: Any, tokenizer: Any, settings: DataSettings) -> tuple[Genera
     """The report of one run, and its steady rate."""
     marks: list[tuple[float, int]] = []
 
-    def mark(report: ProgressReport) -> None:
+    def mark(report: ProgressReport) -> bool:
         marks.append((time.perf_counter(), report.new_tokens))
+        return True
 
     with tempfile.TemporaryDirectory() as folder:
         report = generate_corpus(model, tokenizer, settings, Path(folder), "bench", mark)

@@ -70,7 +70,7 @@ def main() -> None:
 
     target = resolve_target(args.model)
     tokenizer = AutoTokenizer.from_pretrained(target)
-    offline = json.loads(args.offline.read_text(encoding="utf-8")) if args.offline else {}
+    offline = json.loads(args.offline.read_text(encoding="utf-8"))["sets"] if args.offline else {}
     started = time.perf_counter()
     engine = start_engine(args, target)
     start_s = round(time.perf_counter() - started, 1)

@@ -7,7 +7,7 @@ import numpy as np
 from ddtree.draft.dflash_config import DFlashConfig
 from ddtree.train.corpus import Corpus, ShardData
 from ddtree.train.drafter import TrainableDrafter
-from ddtree.train.packing import Shard
+from ddtree.train.packing import World
 from ddtree.train.recipe import TrainSettings
 from ddtree.train.target_features import FrozenTarget
 from ddtree.train.trainer import Trainer
@@ -32,10 +32,10 @@ def random_corpus(count: int = 40, seed: int = 0) -> Corpus:
     return Corpus(data, VOCAB_SIZE, "random")
 
 
-def tiny_trainer(settings: TrainSettings = SETTINGS, shard: Shard | None = None) -> Trainer:
+def tiny_trainer(settings: TrainSettings = SETTINGS, world: World | None = None) -> Trainer:
     model = tiny_llama(vocab_size=VOCAB_SIZE)
     config = DFlashConfig.from_dict(tiny_drafter_config(model))
     drafter = TrainableDrafter(config, max_positions=128)
     target = FrozenTarget(model, config.target_layer_ids, "dense")
     drafter.init_weights(settings.seed, target.head_weight)
-    return Trainer(drafter, target, settings, shard or Shard())
+    return Trainer(drafter, target, settings, world or World())

@@ -9,7 +9,7 @@ import torch
 from ddtree.errors import ConfigError
 from ddtree.train.corpus import Corpus, ShardData
 from ddtree.train.packed_batch import NO_LABEL
-from ddtree.train.packing import Shard, batches, conversation_ids, pack_rows
+from ddtree.train.packing import World, batches, conversation_ids, pack_rows
 from ddtree.train.recipe import TrainSettings
 
 DEPTH = 3
@@ -30,9 +30,9 @@ def some_corpus(count=12):
     return corpus_of(lengths, lengths // 2)
 
 
-def first_batches(count, corpus=None, settings=SETTINGS, first_step=0, shard=None):
+def first_batches(count, corpus=None, settings=SETTINGS, first_step=0, world=None):
     corpus = corpus or some_corpus()
-    return list(islice(batches(corpus, np.arange(len(corpus)), settings, DEPTH, first_step, shard), count))
+    return list(islice(batches(corpus, np.arange(len(corpus)), settings, DEPTH, first_step, world), count))
 
 
 def test_rows_hold_every_conversation_once_and_never_too_much():
@@ -103,7 +103,7 @@ def test_a_batch_follows_from_its_step():
 
 def test_processes_share_one_batch():
     (_, whole), *_ = first_batches(1)
-    parts = [first_batches(1, shard=Shard(rank, 2))[0][1] for rank in range(2)]
+    parts = [first_batches(1, world=World(rank, 2))[0][1] for rank in range(2)]
     assert torch.equal(torch.cat([part.tokens for part in parts]), whole.tokens)
     assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
 
@@ -119,4 +119,4 @@ def test_too_few_conversations_and_odd_numbers_of_processes_are_refused():
     with pytest.raises(ConfigError, match=r"train\.rows=2 .* fill only 1 rows"):
         first_batches(1, corpus_of([10], [5]))
     with pytest.raises(ConfigError, match="multiple"):
-        first_batches(1, shard=Shard(0, 3))
+        first_batches(1, world=World(0, 3))

@@ -22,11 +22,12 @@ from ddtree.train.recipe import (
     dry_run_recipe,
     load_recipe,
 )
+from ddtree.train.tiny_pair import write_tiny_target
 from tiny_models import tiny_llama, tiny_qwen3, write_tiny_drafter
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [ROOT / "recipes" / f"{name}.toml" for name in ("smollm2-135m", "qwen3-8b")]
-PROTOTYPE = ROOT / "src" / "ddtree" / "data" / "drafters" / "smollm2-135m-dflash-b16" / "config.json"
+SHIPPED = ROOT / "src" / "ddtree" / "data" / "drafters" / "smollm2-135m-dflash-b16" / "config.json"
 MASK = "[drafter]\nmask_token_id = 3\n"
 
 
@@ -184,6 +185,10 @@ def changed(recipe: Recipe, table: str, name: str, value: object) -> Recipe:
     ("table", "name", "value", "corpus", "training"),
     [
         ("data", "seed", 1, True, True),
+        ("data", "slots", 9, False, False),
+        ("data", "shard_tokens", 9, False, False),
+        ("data", "new_tokens", 9, False, True),
+        ("data", "held_out", 99, False, True),
         ("data", "openings", ("A",), True, True),
         ("target", "model", "other/model", True, True),
         ("target", "dtype", Dtype.FLOAT32, True, True),
@@ -199,6 +204,15 @@ def test_a_fingerprint_differs_where_what_it_names_would(write, table, name, val
     other = changed(recipe, table, name, value)
     assert (corpus_fingerprint(recipe) != corpus_fingerprint(other)) is corpus
     assert (training_fingerprint(recipe) != training_fingerprint(other)) is training
+
+
+def test_another_target_of_the_same_shape_is_another(write, tmp_path):
+    recipe = write(MASK)
+    folders = [write_tiny_target(tmp_path / str(seed), seed) for seed in (0, 1)]
+    prints = [corpus_fingerprint(changed(recipe, "target", "model", str(folder))) for folder in folders]
+    moved = (tmp_path / "0").rename(tmp_path / "moved")
+    prints.append(corpus_fingerprint(changed(recipe, "target", "model", str(moved))))
+    assert prints[0] == prints[2] != prints[1]
 
 
 def test_a_fingerprint_depends_on_content_not_on_where_files_lie(tmp_path):
@@ -243,7 +257,7 @@ def test_what_the_recipe_leaves_open_is_the_targets(target):
 
 
 def test_the_recipe_for_smollm2_makes_the_layout_that_ships():
-    shipped = json.loads(PROTOTYPE.read_text(encoding="utf-8"))
+    shipped = json.loads(SHIPPED.read_text(encoding="utf-8"))
     target = LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
@@ -282,3 +296,18 @@ def test_init_from_takes_the_drafters_own_config_and_refuses_another_shape(tmp_p
     shutil.rmtree(folder)
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         drafter_config(settings, target.config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[evaluation.sets]\nheld_out = "a.jsonl"\n', "another name"),
+        ('[data]\nprompts = "a\\u0000b"\nprompt_share = 1.0\n', "is no path"),
+        ("[train]\nsteps = 100\nwarmup_steps = 100\n", "fewer than train.steps=100"),
+    ],
+)
+def test_values_that_would_only_hurt_later_are_refused(tmp_path, text, message):
+    path = tmp_path / "r.toml"
+    path.write_text(MASK + text)
+    with pytest.raises(ConfigError, match=message):
+        load_recipe(path)

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from itertools import islice, pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,15 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ddtree.errors import CheckpointError, ConfigError
+from ddtree.errors import CheckpointError, ConfigError, ModelError
 from ddtree.train.acceptance import AcceptanceTable
 from ddtree.train.checkpoint import Checkpoint, checkpoint_files, load_checkpoint, save_checkpoint
 from ddtree.train.loop import TrainingRun, train
 from ddtree.train.packed_batch import NO_LABEL
-from ddtree.train.packing import Shard, batches
+from ddtree.train.packing import World, batches
 from ddtree.train.recipe import DataSettings, DrafterSettings, EvaluationSettings, Recipe, TargetSettings
 from ddtree.train.reporting import SilentReporter
-from ddtree.train.trainer import Prefetcher, TrainingError, WindowReader, learning_rate
+from ddtree.train.trainer import Prefetcher, StepReader, TrainingError, learning_rate
 from ddtree.train.training_log import TrainingLog, read_log
 from train_kit import SETTINGS, random_corpus, tiny_trainer
 
@@ -123,6 +124,18 @@ def test_an_exploding_loss_stops(tmp_path):
         train(run_of(tmp_path, settings), tiny_trainer(settings))
 
 
+def test_norms_have_no_weight_decay_and_the_gradient_is_clipped():
+    trainer = tiny_trainer(replace(SETTINGS, weight_decay=0.5, clip_norm=1e-3))
+    decayed, kept = trainer.optimizer.param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.5, 0.0)
+    assert all(weight.ndim == 2 for weight in decayed["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(list(trainer.drafter.parameters()))
+    _, batch = next(batches(random_corpus(), np.arange(40), SETTINGS, 7))
+    assert trainer.train_step(0, batch).grad_norm > 1e-3
+    squares = [weight.grad.square().sum() for weight in trainer.drafter.parameters()]
+    assert torch.stack(squares).sum().sqrt() == pytest.approx(1e-3, rel=1e-3)
+
+
 def test_the_learning_rate_warms_up_and_ends_at_its_share():
     settings = replace(SETTINGS, steps=100, warmup_steps=10, min_learning_rate_share=0.1)
     rates = [learning_rate(settings, step) for step in range(100)]
@@ -140,6 +153,21 @@ def test_a_checkpoint_of_another_recipe_or_a_broken_one_is_refused(tmp_path):
     (tmp_path / "step-00000009.pt").write_bytes(b"no checkpoint")
     with pytest.raises(CheckpointError, match=r"step-00000009\.pt cannot be read"):
         load_checkpoint(tmp_path, "mine", CPU)
+
+
+def test_a_full_disk_is_told_and_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, Checkpoint(1, {}, {}), "f")
+
+    def full(state, file):
+        Path(file).write_bytes(b"some")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(
+        ModelError, match=r"step-00000002\.pt cannot be written: .*; what was there before is kept"
+    ):
+        save_checkpoint(tmp_path, Checkpoint(2, {}, {}), "f")
+    assert [file.name for file in tmp_path.iterdir()] == ["step-00000001.pt"]
 
 
 def test_only_the_newest_checkpoints_are_kept(tmp_path):
@@ -161,35 +189,35 @@ def test_an_error_while_packing_reaches_the_loop():
 
 def test_the_speed_leaves_out_what_the_clock_was_stopped_for():
     now = iter([0.0, 50.0, 60.0])
-    window = WindowReader(10.0, clock=lambda: next(now))
-    window.restart_clock()
+    reader = StepReader(10.0, clock=lambda: next(now))
+    reader.restart_clock()
     trainer = tiny_trainer()
     _, batch = next(batches(random_corpus(), np.arange(40), SETTINGS, 7))
     for step in range(5):
-        window.add(step, trainer.train_step(step, batch))
-    assert window.read(str).steps_per_s == pytest.approx(0.5)
+        reader.add(step, trainer.train_step(step, batch))
+    assert reader.read(str).steps_per_s == pytest.approx(0.5)
 
 
-def first_step(shard):
+def first_step(world):
     """Loss and gradients of the first step on this process's rows."""
     torch.set_num_threads(1)
-    trainer = tiny_trainer(replace(SETTINGS, clip_norm=1e6), shard)
-    _, batch = next(batches(random_corpus(), np.arange(40), SETTINGS, 7, shard=shard))
+    trainer = tiny_trainer(replace(SETTINGS, clip_norm=1e6), world)
+    _, batch = next(batches(random_corpus(), np.arange(40), SETTINGS, 7, world=world))
     loss = float(trainer.train_step(0, batch).loss)
     return loss, {name: weight.grad.numpy() for name, weight in trainer.drafter.named_parameters()}
 
 
 def run_process(rank, size, store, results):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    results[rank] = first_step(Shard(rank, size))
+    results[rank] = first_step(World(rank, size))
     dist.destroy_process_group()
 
 
 def test_two_processes_give_the_gradients_of_one(tmp_path):
     """Labels are unequally many in the two halves, so a mean of the halves' means would differ."""
-    halves = [num_labels(Shard(rank, 2)) for rank in range(2)]
+    halves = [num_labels(World(rank, 2)) for rank in range(2)]
     assert halves[0] != halves[1]
-    loss, gradients = first_step(Shard())
+    loss, gradients = first_step(World())
     with mp.Manager() as manager:
         results = manager.dict()
         mp.spawn(run_process, args=(2, str(tmp_path / "store"), results), nprocs=2)
@@ -200,6 +228,6 @@ def test_two_processes_give_the_gradients_of_one(tmp_path):
             np.testing.assert_allclose(parts[rank][1][name], gradient, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
-def num_labels(shard):
-    _, batch = next(batches(random_corpus(), np.arange(40), SETTINGS, 7, shard=shard))
+def num_labels(world):
+    _, batch = next(batches(random_corpus(), np.arange(40), SETTINGS, 7, world=world))
     return int((batch.labels != NO_LABEL).sum())

@@ -18,7 +18,7 @@ from ddtree.cli.loading import ENGINE_PACKAGES
 from ddtree.cli.options import Output, Panel, expand_settings
 from ddtree.cli.train_progress import BarReporter, LineReporter
 from ddtree.config import check
-from ddtree.errors import ConfigError, MissingExtraError
+from ddtree.errors import ConfigError, MissingExtraError, ModelError
 
 if TYPE_CHECKING:
     from ddtree.train.recipe import Recipe
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 ALL_STAGES = "all"
+DRY_RUN_MARK = ".dry-run"
 
 EPILOG = """Examples:
 
@@ -45,8 +46,8 @@ def train(
     stage: Annotated[
         list[str],
         typer.Option(
-            help="run only this part (repeatable); all is the default",
-            metavar="all|data|train|evaluate|export",
+            help="run only this part: all, data, train, evaluate or export (repeatable)",
+            metavar="NAME",
             rich_help_panel="Run",
             show_default=False,
         ),
@@ -109,7 +110,7 @@ def _options(names: list[str], device: str, max_seconds: float | None, *, resume
 
 
 def _dry_run(recipe: Recipe, folder: Path, options: PipelineOptions, stderr: Console) -> PipelineResult:
-    """The whole run with the recipe shrunk and a tiny random target, always anew."""
+    """The whole run with the recipe shrunk and a tiny random target, always anew and on one core."""
     from dataclasses import replace
 
     from ddtree.train.recipe import dry_run_recipe
@@ -117,16 +118,38 @@ def _dry_run(recipe: Recipe, folder: Path, options: PipelineOptions, stderr: Con
 
     if options.stages != tuple(Stage):
         raise ConfigError("--dry-run and --stage are both given: a dry run goes through all stages")
+    if folder.exists() and not _is_free(folder):
+        raise ConfigError(
+            f"--output {str(folder)!r} is not empty and no dry run's, and a dry run begins by clearing its "
+            "folder: choose another one"
+        )
     target = _write_target(folder / "target")
     device = "cpu" if options.device == "auto" else options.device
     return _run(dry_run_recipe(recipe, target), folder, replace(options, device=device, resume=False), stderr)
 
 
+def _is_free(folder: Path) -> bool:
+    """Whether a dry run may clear a folder: it is empty, or an earlier dry run's."""
+    return folder.is_dir() and ((folder / DRY_RUN_MARK).exists() or not any(folder.iterdir()))
+
+
 def _write_target(folder: Path) -> Path:
     with _needed_packages():
+        import torch
+
         from ddtree.train.tiny_pair import write_tiny_target
 
-        return write_tiny_target(folder)
+        # More threads than one only get into each other's way over matrices this small.
+        torch.set_num_threads(1)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder.parent / DRY_RUN_MARK).touch()
+            return write_tiny_target(folder)
+        except OSError as error:
+            raise ModelError(
+                f"the folder {str(folder.parent)!r} cannot be written: {error.strerror or error}; "
+                "choose another"
+            ) from None
 
 
 def _run(recipe: Recipe, folder: Path, options: PipelineOptions, stderr: Console) -> PipelineResult:

@@ -8,8 +8,6 @@ dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,10 +18,10 @@ from transformers.cache_utils import Cache
 
 from ddtree.config import check
 from ddtree.errors import UnsupportedModelError
+from ddtree.train.transformers_seams import RECURRENT_FIELDS, attention_of
 from ddtree.tree.triton_choice import prefers_triton
 
 ATTENTION = "ddtree_batch_decode"
-RECURRENT_FIELDS = ("linear_num_value_heads", "ssm_state_size", "state_size", "mamba_d_state", "conv_kernel")
 LENGTH_DEPENDENT_ROPE_TYPES = ("dynamic", "longrope")
 EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -47,7 +45,10 @@ class BatchDecoder:
         if reason is None and not model._supports_attention_backend:
             reason = "transformers does not let its attention be replaced"
         if reason is not None:
-            raise UnsupportedModelError(f"target {config.model_type} cannot generate a corpus here: {reason}")
+            raise UnsupportedModelError(
+                f"target {config.model_type} cannot generate a corpus here: {reason}; "
+                "docs/training.md names other trainers"
+            )
         check(
             1 <= max_tokens <= config.max_position_embeddings, "max_tokens", max_tokens,
             f"from 1 to the model's {config.max_position_embeddings} positions",
@@ -69,7 +70,7 @@ class BatchDecoder:
         Nothing is read back from the device.
         """
         cache = _SlotCache(self.cache, self._rows, positions)
-        with attention_of(self.model.config):
+        with attention_of(self.model.config, ATTENTION):
             output = self.model(
                 input_ids=tokens[:, None],
                 attention_mask=positions[:, None, None, None],
@@ -189,14 +190,3 @@ def attend_slots(
 
 
 AttentionInterface.register(ATTENTION, attend_slots)
-
-
-@contextmanager
-def attention_of(config: Any) -> Iterator[None]:
-    """The model's attention is ours inside."""
-    before = config._attn_implementation
-    config._attn_implementation = ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before

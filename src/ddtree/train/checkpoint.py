@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import CheckpointError, ConfigError, first_line
+from ddtree.train.whole_file import write_whole
 
 PATTERN = "step-*.pt"
 KEPT = 2
@@ -25,19 +25,23 @@ class Checkpoint(NamedTuple):
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, fingerprint: str) -> Path:
     """Write a checkpoint as a whole file and drop all but the newest ones."""
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{checkpoint.step:08d}.pt"
-    unfinished = path.with_suffix(".tmp")
-    torch.save({**checkpoint._asdict(), "fingerprint": fingerprint}, unfinished)
-    os.replace(unfinished, path)
+    state = {**checkpoint._asdict(), "fingerprint": fingerprint}
+    write_whole(path, lambda file: torch.save(state, file))
     for old in checkpoint_files(folder)[:-KEPT]:
-        old.unlink()
+        old.unlink(missing_ok=True)
     return path
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
     return sorted(folder.glob(PATTERN))
+
+
+def newest_step(folder: Path) -> int:
+    """Steps done at the newest checkpoint, 0 where there is none."""
+    files = checkpoint_files(folder)
+    return int(files[-1].stem.partition("-")[2]) if files else 0
 
 
 def load_checkpoint(folder: Path, fingerprint: str, device: torch.device) -> Checkpoint | None:
@@ -61,6 +65,6 @@ def load_checkpoint(folder: Path, fingerprint: str, device: torch.device) -> Che
     if found != fingerprint:
         raise ConfigError(
             f"{files[-1]} was written by another recipe (fingerprint {found[:12]}, not {fingerprint[:12]}); "
-            "choose another output folder, start anew without resuming, or restore the recipe"
+            "choose another output folder, start anew with --no-resume, or restore the recipe"
         )
     return checkpoint

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from safetensors.numpy import save_file
 
 from ddtree.config import check
 from ddtree.errors import CheckpointError, ConfigError
+from ddtree.train.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +126,6 @@ class Corpus:
         """Each conversation's id, [conversations] int64."""
         return self._data.ids
 
-    @property
-    def answer_tokens(self) -> int:
-        """Tokens of all answers, end tokens included."""
-        return int((self._data.lengths - self._data.answer_starts).sum(dtype=np.int64))
-
     def split(self, held_out: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Indices for training and indices held out, each ascending int64.
 
@@ -171,19 +166,14 @@ class CorpusWriter:
         self.folder, self.vocab_size, self.fingerprint = folder, vocab_size, fingerprint
         self.num_duplicates = 0
         self._shard_tokens = shard_tokens
-        self._done: set[int] = set()
-        self._openings: set[bytes] = set()  # hashes of the tokens before the answers
+        self._num_done = 0
+        self._turns: set[bytes] = set()  # hashes of the tokens before the answers
         self._pending: list[Conversation] = []
         self._pending_tokens = 0
         folder.mkdir(parents=True, exist_ok=True)
         paths = shard_paths(folder)
         self._next_shard = 1 + max((int(path.stem.split("-")[1]) for path in paths), default=-1)
         self._resume(paths)
-
-    @property
-    def done_ids(self) -> frozenset[int]:
-        """Ids of the conversations in the folder or waiting for their shard."""
-        return frozenset(self._done)
 
     def add(self, conversation: Conversation) -> bool:
         """Take a conversation; False, and counted, where its user turn has been written already."""
@@ -211,17 +201,17 @@ class CorpusWriter:
         if paths:
             for conversation in Corpus.open(self.folder):
                 self._remember(conversation)
-            logger.info("%s holds %d conversations already", self.folder, len(self._done))
+            logger.info("%s holds %d conversations already", self.folder, self._num_done)
 
     def _remember(self, conversation: Conversation) -> bool:
         """Note a conversation; False if one with the same tokens before the answer is known."""
         # The template is the same for all, so equal tokens before the answer are equal user turns.
         opening = conversation.tokens[: conversation.answer_start].astype(np.uint32).tobytes()
         key = hashlib.blake2b(opening, digest_size=16).digest()
-        if key in self._openings:
+        if key in self._turns:
             return False
-        self._openings.add(key)
-        self._done.add(conversation.id)
+        self._turns.add(key)
+        self._num_done += 1
         return True
 
     def _write_shard(self) -> None:
@@ -235,10 +225,8 @@ class CorpusWriter:
             "ids": np.array([row.id for row in rows], DTYPES["ids"]),
         }
         path = self.folder / f"shard-{self._next_shard:05d}.safetensors"
-        part = path.with_suffix(".tmp")
         header = {"format": FORMAT, "fingerprint": self.fingerprint, "vocab_size": str(self.vocab_size)}
-        save_file(arrays, part, header)
-        os.replace(part, path)
+        write_whole(path, lambda file: save_file(arrays, file, header))
         self._next_shard += 1
         self._pending, self._pending_tokens = [], 0
 
@@ -249,8 +237,19 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]]:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The shards of a folder, in the order they were written."""
-    return sorted(folder.glob("shard-[0-9][0-9][0-9][0-9][0-9].safetensors"))
+    """The shards of a folder, in the order they were written.
+
+    Raises:
+        CheckpointError: one before the last is missing.
+    """
+    paths = sorted(folder.glob("shard-[0-9][0-9][0-9][0-9][0-9].safetensors"))
+    for number, path in enumerate(paths):
+        if path.name != f"shard-{number:05d}.safetensors":
+            raise CheckpointError(
+                f"{folder} has {path.name} but no shard {number}; delete the shards after it too, "
+                "and generation goes on from there"
+            )
+    return paths
 
 
 def hash_ids(ids: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
@@ -309,4 +308,6 @@ def joined(shards: list[ShardData]) -> ShardData:
 
 
 def broken(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{path} is no whole shard of conversations: {reason}; delete it and run again")
+    return CheckpointError(
+        f"{path} is no whole shard of conversations: {reason}; delete it and those after it, and run again"
+    )

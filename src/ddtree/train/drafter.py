@@ -152,10 +152,8 @@ class TrainableDrafter(nn.Module):
         self.layers = nn.ModuleList(DrafterLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         table = rotary_table(config, max_positions, torch.float32, torch.device("cpu"))
-        self.cos: Tensor
-        self.signed_sin: Tensor
-        self.register_buffer("cos", table.cos, persistent=False)  # [max_positions, head_dim]
-        self.register_buffer("signed_sin", table.signed_sin, persistent=False)
+        # No buffers: DistributedDataParallel would send them to all processes at every step.
+        self._tables: tuple[Tensor, ...] = (table.cos, table.signed_sin)  # each [max_positions, head_dim]
 
     def forward(
         self, batch: PackedBatch, taps: Tensor, root_embeds: Tensor, mask_embed: Tensor, mask: Mask
@@ -221,4 +219,7 @@ class TrainableDrafter(nn.Module):
         roots = batch.positions.gather(1, batch.anchors)  # [rows, num_anchors]
         slots = (roots.unsqueeze(2) + offsets).flatten(1)  # [rows, block_tokens]
         positions = torch.cat((batch.positions, slots), 1)  # [rows, num_keys]
-        return Rotation(self.cos[positions].unsqueeze(2), self.signed_sin[positions].unsqueeze(2))
+        if self._tables[0].device != positions.device:
+            self._tables = tuple(table.to(positions.device) for table in self._tables)
+        cos, signed_sin = (table[positions].unsqueeze(2) for table in self._tables)
+        return Rotation(cos, signed_sin)

@@ -99,10 +99,15 @@ def target_rope_theta(target: Any) -> float:
 
 def refuse_other_shape(settings: DrafterSettings, shape: DFlashConfig) -> None:
     """Raise where the recipe asks for another shape than the drafter it starts from has."""
+    check(
+        settings.rope_theta in (0, shape.rope.theta),
+        "drafter.rope_theta", settings.rope_theta,
+        f"{shape.rope.theta:g}, as in the drafter of init_from, or 0",
+    )  # fmt: skip
     wanted = {
         name: getattr(settings, name)
         for name in ("block_size", "num_layers", "intermediate_size", "num_heads", "num_kv_heads",
-                     "head_dim", "target_layer_ids", "mask_token_id")
+                     "head_dim", "target_layer_ids", "mask_token_id", "max_position_embeddings")
     }  # fmt: skip
     for name, value in wanted.items():
         found = getattr(shape, name)
@@ -119,6 +124,11 @@ def toml(value: int | tuple[int, ...]) -> str:
 
 
 def refuse_beyond_target(shape: DFlashConfig, target: Any) -> None:
+    check(
+        shape.num_target_layers in (None, target.num_hidden_layers),
+        "drafter.init_from", shape.num_target_layers,
+        f"a drafter of a target with {target.num_hidden_layers} layers, as this one has",
+    )  # fmt: skip
     check(
         shape.hidden_size == target.hidden_size and shape.vocab_size == target.vocab_size,
         "drafter.init_from", (shape.hidden_size, shape.vocab_size),

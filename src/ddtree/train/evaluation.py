@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from ddtree.config import check
 from ddtree.errors import ConfigError
 from ddtree.train.acceptance import AcceptanceTable, Text, drafter_texts_logits, measure_acceptance
 from ddtree.train.batch_decoder import BatchDecoder
@@ -22,9 +23,11 @@ from ddtree.train.drafter import TrainableDrafter
 from ddtree.train.greedy_texts import greedy_texts
 from ddtree.train.prompts import load_prompts
 from ddtree.train.recipe import Recipe
+from ddtree.train.run_folder import read_json
 from ddtree.train.target import Target
 from ddtree.train.target_features import FrozenTarget
 from ddtree.train.template import end_tokens, render, template_pieces
+from ddtree.train.whole_file import write_whole
 
 HELD_OUT = "held_out"
 MAX_SLOTS = 256
@@ -37,29 +40,40 @@ def held_out_prompts(corpus: Corpus, indices: NDArray[np.int64], count: int) -> 
 
 
 def set_prompts(tokenizer: Any, path: Path, count: int) -> list[list[int]]:
-    """Tokens of the first `count` prompts of a JSONL file, in the chat template."""
-    return [render(tokenizer, text) for text in load_prompts(path)[:count]]
+    """Tokens of the first `count` prompts of a JSONL file, in the chat template.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no prompt.
+    """
+    texts = load_prompts(path)[:count]
+    check(len(texts) > 0, "evaluation.sets", str(path), "a file with one prompt or more")
+    return [render(tokenizer, text) for text in texts]
 
 
 def answered(
-    target: Target, prompts: Mapping[str, Sequence[Sequence[int]]], max_tokens: int, folder: Path
+    target: Target, prompts: Mapping[str, Sequence[Sequence[int]]], max_tokens: int, folder: Path, key: str
 ) -> dict[str, list[Text]]:
     """The target's greedy answers to the prompts of each name; kept in `folder` and made once.
+
+    `key` tells the target from others.
 
     Raises:
         ConfigError: a prompt with its answer is longer than the target's context.
     """
-    paths = {name: folder / f"{texts_key(group, max_tokens)}.safetensors" for name, group in prompts.items()}
-    missing = {name: group for name, group in prompts.items() if not paths[name].exists()}
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, texts in (answer(target, missing, max_tokens) if missing else {}).items():
-        save_texts(paths[name], texts)
-    return {name: load_texts(path) for name, path in paths.items()}
+    paths = {
+        name: folder / f"{texts_key(group, max_tokens, key)}.safetensors" for name, group in prompts.items()
+    }
+    texts = {name: load_texts(path) for name, path in paths.items()}
+    missing = {name: prompts[name] for name, found in texts.items() if found is None}
+    made = answer(target, missing, max_tokens) if missing else {}
+    for name, group in made.items():
+        save_texts(paths[name], group)
+    return {name: made.get(name) or texts[name] or [] for name in prompts}
 
 
-def texts_key(prompts: Sequence[Sequence[int]], max_tokens: int) -> str:
-    """What tells the answers to these prompts from others, 16 hexadecimal digits."""
-    content = json.dumps([max_tokens, *map(list, prompts)])
+def texts_key(prompts: Sequence[Sequence[int]], max_tokens: int, target: str) -> str:
+    """What tells a target's answers to these prompts from others, 16 hexadecimal digits."""
+    content = json.dumps([target, max_tokens, *map(list, prompts)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -83,22 +97,23 @@ def answer(
 
 
 def save_texts(path: Path, texts: Sequence[Text]) -> None:
-    """Keep texts in one safetensors file, which appears whole."""
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file(
-        {
-            "tokens": np.concatenate([text.tokens for text in texts]).astype(np.int32),
-            "lengths": np.array([len(text.tokens) for text in texts], np.int32),
-            "answer_starts": np.array([text.answer_start for text in texts], np.int32),
-        },
-        unfinished,
-    )
-    os.replace(unfinished, path)
+    """Keep texts in one safetensors file."""
+    arrays = {
+        "tokens": np.concatenate([text.tokens for text in texts]).astype(np.int32),
+        "lengths": np.array([len(text.tokens) for text in texts], np.int32),
+        "answer_starts": np.array([text.answer_start for text in texts], np.int32),
+    }
+    write_whole(path, lambda file: save_file(arrays, file))
 
 
-def load_texts(path: Path) -> list[Text]:
-    """Texts of `save_texts`."""
-    arrays = load_file(path)
+def load_texts(path: Path) -> list[Text] | None:
+    """Texts of `save_texts`; None if there is no such file, or a broken one."""
+    if not path.exists():
+        return None
+    try:
+        arrays = load_file(path)
+    except (OSError, SafetensorError):
+        return None
     ends = np.cumsum(arrays["lengths"])[:-1]
     parts = np.split(arrays["tokens"].astype(np.int64), ends)
     starts = arrays["answer_starts"].tolist()
@@ -140,12 +155,16 @@ def _cell(table: AcceptanceTable, column: Any) -> dict[str, Any]:
         "interval_95": [round(low, 4), round(high, 4)],
         "rounds": row.rounds,
         "tokens": row.tokens,
+        "rounds_by_correct_drafts": row.correct_by_depth,
     }
 
 
-def accept_lengths(path: Path) -> dict[str, dict[str, float]]:
-    """Set -> drafting -> accept length, from a file that `report` was written to."""
-    cells = json.loads(path.read_text(encoding="utf-8"))
+def accept_lengths(path: Path, step: int) -> dict[str, dict[str, float]]:
+    """Set -> drafting -> accept length of the drafter after `step` steps; empty if that was not measured."""
+    measured = read_json(path)
+    if measured.get("step") != step:
+        return {}
     return {
-        name: {column: cell["accept_length"] for column, cell in row.items()} for name, row in cells.items()
+        name: {column: cell["accept_length"] for column, cell in row.items()}
+        for name, row in measured["sets"].items()
     }

@@ -36,32 +36,38 @@ MAX_LOST = 2000
 
 @dataclass(frozen=True, slots=True)
 class ProgressReport:
-    """How far a generation is; `new_tokens` counts the corpus's sampled tokens, earlier runs included."""
+    """How far a generation is: the sampled tokens in the corpus, of all runs and of this one."""
 
     new_tokens: int
+    run_tokens: int
     tokens_per_s: float
-    seconds_left: float
+
+
+# Called every few steps; generation ends early where it returns False.
+OnProgress = Callable[[ProgressReport], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationReport:
-    """What one run of `generate_corpus` did.
+    """What the corpus holds after one run of `generate_corpus`, and what that run did.
 
     Attributes:
-        conversations, new_tokens: kept; new are the sampled tokens of user turns and answers.
+        conversations, new_tokens: in the corpus, of all runs; new are the sampled tokens of user turns and
+            answers.
+        run_tokens: those of this run.
         duplicates: dropped since their user turn was there already.
         excluded: dropped since their user turn, or the user's prompt, must not occur.
         unfinished_prompts: dropped since their user turn was too long, too short or no text.
-        seconds, tokens_per_s: from the first step to the last, start-up excluded.
+        seconds: from this run's first step to its last, start-up excluded.
     """
 
     conversations: int
     new_tokens: int
+    run_tokens: int
     duplicates: int
     excluded: int
     unfinished_prompts: int
     seconds: float
-    tokens_per_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ def generate_corpus(
     settings: DataSettings,
     folder: Path,
     fingerprint: str,
-    on_progress: Callable[[ProgressReport], None],
+    on_progress: OnProgress,
 ) -> GenerationReport:
     """Generate conversations into a folder until `settings.new_tokens` sampled tokens are there.
 
@@ -92,7 +98,7 @@ def generate_corpus(
         settings: what to generate.
         folder: of the corpus.
         fingerprint: what tells these settings from others.
-        on_progress: called every few steps.
+        on_progress: called every few steps; generation ends early where it returns False.
 
     Raises:
         UnsupportedModelError: the model or its template cannot be used.
@@ -180,6 +186,7 @@ class Committer:
             return
         corpus = Corpus.open(self._writer.folder)
         lengths = dict(zip(corpus.ids.tolist(), corpus.lengths.tolist(), strict=True))
+        self._num_written = len(corpus)
         self._next_id = max(lengths) + 1
         for plan in source.take(self._next_id):
             if plan.id in lengths:
@@ -200,15 +207,15 @@ class Committer:
         self._writer.close()
 
     def report(self, seconds: float) -> GenerationReport:
-        """What this run did, in that many seconds."""
+        """What this run did, in that many seconds, and what is there now."""
         return GenerationReport(
             conversations=self._num_written,
-            new_tokens=self.run_tokens,
+            new_tokens=self.new_tokens,
+            run_tokens=self.run_tokens,
             duplicates=self._writer.num_duplicates,
             excluded=self._num_excluded,
             unfinished_prompts=self._num_unfinished,
             seconds=seconds,
-            tokens_per_s=self.run_tokens / seconds if seconds > 0 else 0.0,
         )
 
     def _num_new(self, outcome: Outcome) -> int:
@@ -251,24 +258,24 @@ class Generation:
         self._outcomes: list[Outcome] = []
         self._started = 0.0
 
-    def run(self, on_progress: Callable[[ProgressReport], None]) -> None:
-        """Step, harvest and refill until the goal is reached or no conversation is left."""
+    def run(self, on_progress: OnProgress) -> None:
+        """Step, harvest and refill until the goal is reached, nothing is left, or it is told to end."""
         self._started = time.perf_counter()
         self._refill(0)
         while self._active:
             self._stream.run(CHECK_EVERY_STEPS)
-            self._settle(on_progress)  # the host's work, while the device runs those steps
-            if self._committer.new_tokens >= self._goal:
+            self._settle()  # the host's work, while the device runs those steps
+            if not on_progress(self._progress()) or self._committer.new_tokens >= self._goal:
                 return
             self._refill(self._harvest())
             if not self._active:  # the last ones may be too few once duplicates are out
-                self._settle(on_progress)
+                self._settle()
                 self._refill(0)
+        on_progress(self._progress())
 
-    def _settle(self, on_progress: Callable[[ProgressReport], None]) -> None:
+    def _settle(self) -> None:
         outcomes, self._outcomes = self._outcomes, []
         self._committer.add(outcomes, self._goal)
-        on_progress(self._progress())
 
     def _refill(self, in_flight_tokens: int) -> None:
         """Start conversations in the free slots while fewer tokens than the goal are on their way."""
@@ -304,6 +311,6 @@ class Generation:
         return sum(max(0, lengths[slot] - plan.num_given_tokens(pieces)) for slot, plan in kept)
 
     def _progress(self) -> ProgressReport:
-        rate = self._committer.run_tokens / (time.perf_counter() - self._started)
-        left = max(0, self._goal - self._committer.new_tokens)
-        return ProgressReport(self._committer.new_tokens, rate, left / rate if rate > 0 else float("inf"))
+        seconds = time.perf_counter() - self._started
+        done = self._committer
+        return ProgressReport(done.new_tokens, done.run_tokens, done.run_tokens / seconds)

@@ -18,7 +18,7 @@ from ddtree.train.corpus import Corpus
 from ddtree.train.packing import batches, conversation_ids
 from ddtree.train.recipe import Recipe
 from ddtree.train.reporting import Reporter
-from ddtree.train.trainer import Prefetcher, Trainer, Window, WindowReader, learning_rate
+from ddtree.train.trainer import Prefetcher, StepFigures, StepReader, Trainer, learning_rate
 from ddtree.train.training_log import LogRow, TrainingLog
 
 MAX_NAMED_IDS = 8
@@ -57,22 +57,22 @@ def train(run: TrainingRun, trainer: Trainer) -> int:
     depth = trainer.drafter.config.draft_depth
     if run.first_step >= settings.steps:
         return run.first_step
-    source = batches(run.corpus, run.indices, settings, depth, run.first_step, trainer.shard)
+    source = batches(run.corpus, run.indices, settings, depth, run.first_step, trainer.world)
     prefetcher = Prefetcher(source, trainer.device)
-    window = WindowReader(settings.max_loss)
+    reader = StepReader(settings.max_loss)
     done = run.first_step
     try:
         for step, batch in prefetcher:
-            window.add(step, trainer.train_step(step, batch))
+            reader.add(step, trainer.train_step(step, batch))
             done = step + 1
-            if _after_step(run, trainer, window, done):
+            if _after_step(run, trainer, reader, done):
                 break
     finally:
         prefetcher.close()
     return done
 
 
-def _after_step(run: TrainingRun, trainer: Trainer, window: WindowReader, done: int) -> bool:
+def _after_step(run: TrainingRun, trainer: Trainer, reader: StepReader, done: int) -> bool:
     """Log, measure and write a checkpoint where it is time; returns whether training ends here."""
     settings, every = run.recipe.train, run.recipe.evaluation.every
     is_last = done == settings.steps
@@ -82,15 +82,15 @@ def _after_step(run: TrainingRun, trainer: Trainer, window: WindowReader, done: 
     is_saved = is_last or is_late or done % settings.checkpoint_every == 0
     if not (is_logged or is_measured or is_saved):
         return False
-    figures = window.read(lambda step: _batch_names(run, step))
-    if trainer.shard.rank == 0:
+    figures = reader.read(lambda step: _batch_names(run, step))
+    if trainer.world.rank == 0:
         accept = run.measure() if is_measured else None
         _log(run, trainer, figures, done, accept)
         if is_saved:
             state = Checkpoint(done, trainer.drafter.state_dict(), trainer.optimizer.state_dict())
             path = save_checkpoint(run.checkpoints, state, run.fingerprint)
             run.reporter.message(f"step {done}: checkpoint {path.name}")
-        window.restart_clock()
+        reader.restart_clock()
     return is_last or is_late
 
 
@@ -99,13 +99,13 @@ def _is_late(run: TrainingRun, trainer: Trainer) -> bool:
     if run.deadline is None:
         return False
     is_late = torch.tensor(int(time.monotonic() > run.deadline), device=trainer.device)
-    if trainer.shard.size > 1:
+    if trainer.world.size > 1:
         dist.broadcast(is_late, src=0)
     return bool(is_late.item())
 
 
 def _log(
-    run: TrainingRun, trainer: Trainer, figures: Window, done: int, accept: AcceptanceTable | None
+    run: TrainingRun, trainer: Trainer, figures: StepFigures, done: int, accept: AcceptanceTable | None
 ) -> None:
     settings = run.recipe.train
     tokens_per_s = figures.steps_per_s * settings.rows * settings.row_tokens
@@ -128,7 +128,8 @@ def _log(
     )
     run.reporter.progress(done, settings.steps, text)
     if lengths:
-        shown = ", ".join(f"{column} {length:.3f}" for column, length in lengths.items())
+        names = {column: column if column == "chain" else f"B={column}" for column in lengths}
+        shown = ", ".join(f"{names[column]} {length:.3f}" for column, length in lengths.items())
         run.reporter.message(f"step {done}: held-out accept length {shown}")
 
 

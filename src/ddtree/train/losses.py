@@ -7,10 +7,11 @@ in the same pass.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +19,11 @@ from torch import Tensor
 
 from ddtree.config import check
 from ddtree.train.packed_batch import NO_LABEL
+from ddtree.train.recipe import Weighting
 
 HAS_TRITON = find_spec("triton") is not None
 CHUNK_ROWS = 8192
 PATH_FLOOR = 0.05
-
-Weighting = Literal["position", "path"]
 
 
 class FlatLosses(NamedTuple):
@@ -47,13 +47,11 @@ class DraftLoss:
     Attributes:
         loss_sum: [] float32, weighted; differentiable in the hidden states, the rest is detached.
         weight_sum: [] float32, weights of the drafts that have a label.
-        position_loss_sums: [draft_depth] float32, not weighted.
         position_correct, position_counts: [draft_depth] float32, drafts that are right, and with a label.
     """
 
     loss_sum: Tensor
     weight_sum: Tensor
-    position_loss_sums: Tensor
     position_correct: Tensor
     position_counts: Tensor
 
@@ -74,7 +72,7 @@ def path_weights(label_log_probs: Tensor, floor: float = PATH_FLOOR) -> Tensor:
     Returns:
         [..., draft_depth], detached; 1 at the first draft.
     """
-    log_probs = label_log_probs.detach().float().clamp(min=torch.tensor(floor).log().item())
+    log_probs = label_log_probs.detach().float().clamp(min=math.log(floor))
     before = log_probs.cumsum(-1) - log_probs
     return before.exp()
 
@@ -105,13 +103,13 @@ def draft_loss(
     teacher = None if teacher_hidden is None else teacher_hidden.reshape(-1, hidden_size)
     if weighting == "path":
         with torch.no_grad():
-            first = draft_losses(flat_hidden, head_weight, flat_labels, flat_weights, None)
+            # Detached, or the fused loss would make a gradient that nobody reads.
+            first = draft_losses(flat_hidden.detach(), head_weight, flat_labels, flat_weights, None)
         flat_weights = flat_weights * path_weights(-first.losses.view(-1, depth)).reshape(-1)
     result = draft_losses(flat_hidden, head_weight, flat_labels, flat_weights, teacher)
     return DraftLoss(
         loss_sum=result.weighted_sum,
         weight_sum=flat_weights.sum(),
-        position_loss_sums=result.losses.view(-1, depth).sum(0),
         position_correct=result.correct.view(-1, depth).sum(0, dtype=torch.float32),
         position_counts=has_label.view(-1, depth).sum(0, dtype=torch.float32),
     )

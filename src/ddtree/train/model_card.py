@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ def model_card(facts: CardFacts) -> str:
         f"It predicts a block of tokens after a given one in a single pass, from hidden states of {name}; "
         "`ddtree` builds its draft trees from these predictions. The files have the layout of the z-lab "
         "DFlash checkpoints (`DFlashDraftModel`), which SGLang's `DFLASH` loads too.",
+        usage(facts.recipe),
         shape_table(facts),
         "## Target",
         target_text(facts.recipe),
@@ -65,6 +67,16 @@ def model_card(facts: CardFacts) -> str:
         limits_text(facts.recipe),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def usage(recipe: Recipe) -> str:
+    """How to load it."""
+    model = recipe.target.model if recipe.target.model in KNOWN_MODELS else target_name(recipe)
+    return (
+        f'```sh\nddtree generate --model {shlex.quote(model)} --drafter THIS_FOLDER "Why is the sky blue?"\n'
+        "python -m sglang.launch_server --model-path TARGET --speculative-algorithm DFLASH "
+        "--speculative-draft-model-path THIS_FOLDER\n```"
+    )
 
 
 def target_name(recipe: Recipe) -> str:
@@ -87,13 +99,14 @@ def front_matter(recipe: Recipe) -> str:
 def shape_table(facts: CardFacts) -> str:
     config = DFlashConfig.from_dict(facts.config)
     layers = ", ".join(map(str, config.target_layer_ids))
-    millions = facts.num_parameters / 1e6
+    count = facts.num_parameters
+    size = f"{count / 1e6:.1f} M" if count >= 1e5 else f"{count:,}"
     rows = {
         "block size": f"{config.block_size}, the root included",
         "layers, hidden size": f"{config.num_layers}, {config.hidden_size}",
         "target layers read": f"outputs of layers {layers} (of {config.num_target_layers}, counted from 0)",
         "mask token id": config.mask_token_id,
-        "parameters": f"{millions:.1f} M, bfloat16; embedding and output head are the target's",
+        "parameters": f"{size}, bfloat16; embedding and output head are the target's",
     }
     return table(("", ""), [list(row) for row in rows.items()])
 

@@ -28,14 +28,14 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Which rows of every batch a process takes: `rank` of `size` equal parts."""
+class World:
+    """The processes that train together: this one is number `rank` of `size`, from 0."""
 
     rank: int = 0
     size: int = 1
 
     def rows(self, num_rows: int) -> slice:
-        """Its rows of a batch of `num_rows`."""
+        """This process's rows of a batch of `num_rows`: equal parts."""
         share = num_rows // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -94,7 +94,7 @@ def batches(
     settings: TrainSettings,
     draft_depth: int,
     first_step: int = 0,
-    shard: Shard | None = None,
+    world: World | None = None,
 ) -> Iterator[tuple[int, PackedBatch]]:
     """(step, batch) from `first_step` on, without end; on the CPU.
 
@@ -102,20 +102,20 @@ def batches(
         corpus, indices: the conversations, and which of them are trained on.
         settings: rows, row_tokens, num_anchors and seed.
         draft_depth: labels of an anchor.
-        shard: the rows of this process, of all where None.
+        world: the rows of this process, of all where None.
 
     Raises:
         ConfigError: too few conversations for one batch, or rows that do not divide by the processes.
     """
-    shard = shard or Shard()
-    if settings.rows % shard.size:
+    world = world or World()
+    if settings.rows % world.size:
         raise ConfigError(
-            f"train.rows={settings.rows} is not allowed with {shard.size} processes: "
+            f"train.rows={settings.rows} is not allowed with {world.size} processes: "
             "it must be a multiple of their number"
         )
     all_rows = islice(enumerate(batch_rows(corpus, indices, settings)), first_step, None)
     for step, rows in all_rows:
-        mine = range(settings.rows)[shard.rows(settings.rows)]
+        mine = range(settings.rows)[world.rows(settings.rows)]
         packed = [
             _pack_row([corpus[i] for i in rows[r]], settings, draft_depth, (settings.seed, 2, step, r))
             for r in mine

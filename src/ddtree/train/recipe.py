@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ddtree.config import MAX_NODE_BUDGET, Dtype, check, is_int, is_number, setting
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, first_line, short_repr
 
 Labels = Literal["hard", "soft"]
 Weighting = Literal["position", "path"]
@@ -50,7 +50,9 @@ class DataSettings:
     max_answer_tokens: int = setting(384, "longest answer, in tokens")
     prompt_temperature: float = setting(1.0, "temperature at which user turns are written")
     temperatures: tuple[float, ...] = setting((0.0, 0.7, 1.0), "temperatures of the answers; 0 is greedy")
-    temperature_weights: tuple[float, ...] = setting((0.5, 0.25, 0.25), "share of each temperature")
+    temperature_weights: tuple[float, ...] = setting(
+        (0.5, 0.25, 0.25), "share of each temperature, one a temperature, together 1"
+    )
     openings: tuple[str, ...] = setting((), "beginnings of user turns that the target goes on from")
     opening_share: float = setting(0.0, "share of the written user turns that begin with an opening")
     prompts: str = setting("", "JSONL file of prompts of your own (a `prompt` or `turns` each line)")
@@ -170,6 +172,8 @@ class TrainSettings:
             value = getattr(self, name)
             check(value in get_args(kind), name, value, f"one of {', '.join(get_args(kind))}")
         check(isinstance(self.compile, bool), "compile", self.compile, "true or false")
+        allowed = f"fewer than train.steps={self.steps}"
+        check(self.warmup_steps < self.steps, "warmup_steps", self.warmup_steps, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,7 @@ class EvaluationSettings:
     """Exact offline acceptance: during training on held-out conversations, at the end on whole sets."""
 
     every: int = setting(2000, "steps between evaluations during training (0: only at the end)")
-    prompts: int = setting(64, "held-out conversations measured")
+    prompts: int = setting(64, "held-out conversations measured, at most data.held_out")
     max_tokens: int = setting(256, "most new tokens a prompt")
     budgets: tuple[int, ...] = setting((16, 32, 64, 128, 256), "node budgets of the trees")
     set_prompts: int = setting(64, "most prompts taken from each set")
@@ -203,6 +207,7 @@ class EvaluationSettings:
             and all(isinstance(part, str) and part for pair in self.sets.items() for part in pair),
             "sets", self.sets, "a table of names and paths of JSONL files",
         )  # fmt: skip
+        check("held_out" not in self.sets, "sets", "held_out", "another name: this one is the corpus's own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +245,8 @@ def load_recipe(path: Path) -> Recipe:
         ConfigError: no such file, no TOML, or a table, key or value that is not allowed.
     """
     document = read_toml(path)
-    refuse_unknown(document, list(TABLES), "table", str(path))
     try:
+        refuse_unknown(document, list(TABLES), "table")
         tables = {name: read_table(name, document.get(name, {}), path) for name in TABLES}
         return Recipe(**tables)
     except ConfigError as error:
@@ -275,7 +280,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the recipe {str(path)!r}: {error.strerror or error}") from None
-    except ValueError as error:  # bad TOML and bad UTF-8
+    except (RecursionError, ValueError) as error:  # bad TOML and bad UTF-8
         raise ConfigError(f"the recipe {str(path)!r} is not TOML: {error}") from None
 
 
@@ -284,7 +289,7 @@ def read_table(name: str, table: object, path: Path) -> Any:
     check(isinstance(table, dict), name, table, f"a table: write [{name}]")
     assert isinstance(table, dict)
     settings = TABLES[name]
-    refuse_unknown(table, [spec.name for spec in fields(settings)], f"key in [{name}]", str(path))
+    refuse_unknown(table, [spec.name for spec in fields(settings)], f"key in [{name}]")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     try:
         return resolve_paths(settings(**values), path.parent)
@@ -302,7 +307,7 @@ def resolve_paths(settings: Any, folder: Path) -> Any:
             return replace(settings, init_from=str(resolved(folder, init_from)))
         case EvaluationSettings(sets=sets):
             return replace(settings, sets={name: str(resolved(folder, file)) for name, file in sets.items()})
-        case TargetSettings(model=model) if model.startswith((".", "~")):
+        case TargetSettings(model=model) if model.startswith((".", "~")) or (folder / model).is_dir():
             return replace(settings, model=str(resolved(folder, model)))
     return settings
 
@@ -310,16 +315,16 @@ def resolve_paths(settings: Any, folder: Path) -> Any:
 def resolved(folder: Path, name: str) -> Path:
     try:
         return (folder / Path(name).expanduser()).resolve()
-    except RuntimeError:  # of expanduser
-        raise ConfigError(f"{name!r}: no home folder is known for the part with ~") from None
+    except (OSError, RuntimeError, ValueError) as error:  # the last two: no home for ~, a NUL
+        raise ConfigError(f"{short_repr(name)} is no path: {first_line(error)}") from None
 
 
-def refuse_unknown(given: Mapping[str, Any], allowed: list[str], what: str, source: str) -> None:
+def refuse_unknown(given: Mapping[str, Any], allowed: list[str], what: str) -> None:
     for name in given:
         if name not in allowed:
             close = difflib.get_close_matches(name, allowed, n=1)
             hint = f"did you mean {close[0]}?" if close else f"allowed are {', '.join(allowed)}"
-            raise ConfigError(f"{source}: unknown {what}: {name!r}; {hint}")
+            raise ConfigError(f"unknown {what}: {name!r}; {hint}")
 
 
 def check_whole(settings: object, limits: Mapping[str, tuple[int, int]]) -> None:

@@ -13,13 +13,13 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from ddtree.config import check
+from ddtree.draft.dflash_config import FULL, SLIDING
 from ddtree.errors import UnsupportedModelError, first_line
 from ddtree.train.attention import Mask, MaskKind, attend, target_mask
 from ddtree.train.packed_batch import PackedBatch
+from ddtree.train.transformers_seams import RECURRENT_FIELDS, attention_of
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 ATTENTION_NAMES: dict[MaskKind, str] = {"dense": "sdpa", "flex": "ddtree_packed_flex"}
-RECURRENT_FIELDS = ("linear_num_value_heads", "ssm_state_size", "state_size", "mamba_d_state", "conv_kernel")
 # Fields of a config that change the logits after the head, with the value that changes nothing.
 HEAD_FIELDS = {"logit_scale": 1.0, "logits_scaling": 1.0, "final_logit_softcapping": None}
 
@@ -151,7 +151,7 @@ class FrozenTarget:
         with (
             _tapped(self._layers, self._tap_layer_ids) as tapped,
             _no_autocast(batch.tokens.device),
-            _attention(self._model.config, ATTENTION_NAMES[self.kind]),
+            attention_of(self._model.config, ATTENTION_NAMES[self.kind]),
         ):
             output = decoder(
                 input_ids=batch.tokens,
@@ -181,7 +181,10 @@ class FrozenTarget:
 
 def _refuse(config: Any, reason: str | None) -> None:
     if reason:
-        raise UnsupportedModelError(f"target {config.model_type} cannot be trained for here: {reason}")
+        raise UnsupportedModelError(
+            f"target {config.model_type} cannot be trained for here: {reason}; "
+            "docs/training.md names other trainers"
+        )
 
 
 def _check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
@@ -227,17 +230,6 @@ def _tapped(layers: nn.ModuleList, layer_ids: Sequence[int]) -> Iterator[dict[in
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _attention(config: Any, name: str) -> Iterator[None]:
-    """The model's attention function is the one of that name inside."""
-    before = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
 
 
 def _no_autocast(device: torch.device) -> torch.autocast:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree.errors import UnsupportedModelError
+from ddtree.errors import UnsupportedModelError, first_line
 
 # Two user turns with nothing in common: what their renderings share is the template's.
 SENTINELS = ("qx", "Jz")
@@ -50,12 +50,16 @@ def template_pieces(tokenizer: Any) -> TemplatePieces:
 
 
 def encode_turn(tokenizer: Any, pieces: TemplatePieces, text: str) -> tuple[int, ...] | None:
-    """The tokens of a user's turn as they stand in the template; None where they melt into its own."""
+    """The tokens of a user's turn as they stand in the template.
+
+    None where they melt into the template's own, or hold a special token, which could end the turn.
+    """
     tokens = render(tokenizer, text)
     start, end = len(pieces.prefix), len(tokens) - len(pieces.bridge)
     if end <= start or tuple(tokens[:start]) != pieces.prefix or tuple(tokens[end:]) != pieces.bridge:
         return None
-    return tuple(tokens[start:end])
+    turn = tuple(tokens[start:end])
+    return None if special_tokens(tokenizer) & set(turn) else turn
 
 
 def special_tokens(tokenizer: Any) -> frozenset[int]:
@@ -75,7 +79,12 @@ def end_tokens(model: Any, tokenizer: Any, pieces: TemplatePieces) -> frozenset[
 def render(tokenizer: Any, text: str) -> list[int]:
     """Tokens of a conversation up to the answer, for one user message."""
     message = [{"role": "user", "content": text}]
-    rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    try:
+        rendered = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # of jinja2, or what the template raises
+        raise UnsupportedModelError(
+            f"the target's chat template cannot be used ({first_line(error)}); use an instruct model"
+        ) from error
     tokens: list[int] = tokenizer(rendered, add_special_tokens=False)["input_ids"]
     return tokens
 

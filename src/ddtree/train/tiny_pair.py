@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 # In the order of SmolLM2's first tokens, so that 3 is the mask token here too.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>")
@@ -26,7 +27,7 @@ SAMPLE = (
 
 def write_tiny_target(folder: Path, seed: int = 0) -> Path:
     """Write a random 4-layer Llama with a ChatML byte tokenizer of 300 tokens; returns the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
+    logging.disable_progress_bar()
     tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder)
     tiny_target(len(tokenizer), seed).save_pretrained(folder)

@@ -21,7 +21,7 @@ from ddtree.train.attention import draft_mask
 from ddtree.train.drafter import TrainableDrafter
 from ddtree.train.losses import DraftLoss, draft_loss, position_weights
 from ddtree.train.packed_batch import PackedBatch
-from ddtree.train.packing import Shard
+from ddtree.train.packing import World
 from ddtree.train.recipe import TrainSettings
 from ddtree.train.target_features import FrozenTarget
 
@@ -36,7 +36,7 @@ class TrainingError(DDTreeError):
 class StepResult(NamedTuple):
     """What one step did, as device tensors, so that nothing waits for them."""
 
-    loss: Tensor  # [] float32, mean over labels by position weight
+    loss: Tensor  # [] float32, mean over labels by their weights
     grad_norm: Tensor  # [] float32, before clipping
     position_correct: Tensor  # [draft_depth] float32, share of labels that are the draft's likeliest token
 
@@ -57,15 +57,15 @@ class Trainer:
         drafter: on its device, float32.
         target: the frozen target, on the same device.
         settings: optimiser and loss.
-        shard: which process of how many this is.
+        world: which process of how many this is.
     """
 
     def __init__(
-        self, drafter: TrainableDrafter, target: FrozenTarget, settings: TrainSettings, shard: Shard
+        self, drafter: TrainableDrafter, target: FrozenTarget, settings: TrainSettings, world: World
     ) -> None:
-        self.drafter, self.target, self.settings, self.shard = drafter, target, settings, shard
+        self.drafter, self.target, self.settings, self.world = drafter, target, settings, world
         self.device = next(drafter.parameters()).device
-        self.model: nn.Module = drafter if shard.size == 1 else DistributedDataParallel(drafter)
+        self.model: nn.Module = drafter if world.size == 1 else DistributedDataParallel(drafter)
         self.optimizer = make_optimizer(drafter, settings, fused=self.device.type == "cuda")
         config = drafter.config
         self.weights = position_weights(config.draft_depth, settings.position_decay).to(self.device)
@@ -79,7 +79,7 @@ class Trainer:
         result = self.loss(batch)
         weight_sum = self._summed(result.weight_sum).clamp(min=MIN_WEIGHT_SUM)
         # Averaging gradients over processes divides by their number, which the mean over all labels must not.
-        (result.loss_sum * (self.shard.size / weight_sum)).backward()
+        (result.loss_sum * (self.world.size / weight_sum)).backward()
         grad_norm = clip_grad_norm_(self.drafter.parameters(), self.settings.clip_norm, foreach=True)
         self.optimizer.step()
         counts = self._summed(result.position_counts).clamp(min=1)
@@ -112,7 +112,7 @@ class Trainer:
         return nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
 
     def _summed(self, value: Tensor) -> Tensor:
-        if self.shard.size == 1:
+        if self.world.size == 1:
             return value
         total = value.clone()
         dist.all_reduce(total)
@@ -142,11 +142,11 @@ def make_optimizer(drafter: nn.Module, settings: TrainSettings, *, fused: bool) 
 
 
 class Prefetcher:
-    """Packs batches in a thread and starts their transfer, so that the device need not wait."""
+    """Packs batches in a thread, in pinned memory, so that the device need not wait for them."""
 
     def __init__(self, source: Iterator[tuple[int, PackedBatch]], device: torch.device) -> None:
         self._source, self._device = source, device
-        self._queue: queue.Queue[tuple[int, PackedBatch] | BaseException] = queue.Queue(BATCHES_AHEAD)
+        self._queue: queue.Queue[tuple[int, PackedBatch] | BaseException | None] = queue.Queue(BATCHES_AHEAD)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
@@ -154,6 +154,8 @@ class Prefetcher:
     def __iter__(self) -> Iterator[tuple[int, PackedBatch]]:
         while True:
             item = self._queue.get()
+            if item is None:
+                return
             if isinstance(item, BaseException):
                 raise item
             step, batch = item
@@ -174,11 +176,12 @@ class Prefetcher:
                 if self._is_closed.is_set():
                     return
                 self._queue.put((step, batch.pinned() if self._device.type == "cuda" else batch))
+            self._queue.put(None)
         except BaseException as error:  # handed to the loop, which raises it
             self._queue.put(error)
 
 
-class Window(NamedTuple):
+class StepFigures(NamedTuple):
     """Figures of the steps since the last report, read from the device at once."""
 
     step: int
@@ -188,8 +191,8 @@ class Window(NamedTuple):
     steps_per_s: float
 
 
-class WindowReader:
-    """Collects step results and turns them into one `Window`; finds a step whose loss is no good."""
+class StepReader:
+    """Collects step results and turns them into one `StepFigures`; finds a step whose loss is no good."""
 
     def __init__(self, max_loss: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._max_loss, self._clock = max_loss, clock
@@ -203,7 +206,7 @@ class WindowReader:
     def __len__(self) -> int:
         return len(self._results)
 
-    def read(self, batch_names: Callable[[int], str]) -> Window:
+    def read(self, batch_names: Callable[[int], str]) -> StepFigures:
         """Mean figures since the last reading; `batch_names` says what a step's batch held.
 
         Raises:
@@ -225,7 +228,9 @@ class WindowReader:
         speed = len(steps) / max(1e-9, now - self._started)
         self._results, self._started = [], now
         losses, norms = zip(*scalars, strict=True)
-        return Window(steps[-1], sum(losses) / len(losses), sum(norms) / len(norms), tuple(correct), speed)
+        return StepFigures(
+            steps[-1], sum(losses) / len(losses), sum(norms) / len(norms), tuple(correct), speed
+        )
 
     def restart_clock(self) -> None:
         """Leave the time until now out of the speed (an evaluation, say)."""

@@ -20,7 +20,7 @@ class LogRow:
     """State of training after `step` steps.
 
     Attributes:
-        loss: mean by position weight over the step's labels.
+        loss: mean over the labels of the steps since the row before, by their weights.
         grad_norm: before clipping.
         tokens_per_s: row tokens trained on, over all processes.
         position_correct: share of right tokens at each position of the block, [draft_depth].
