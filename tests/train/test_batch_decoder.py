@@ -1,11 +1,5 @@
 """Slots at different positions give the stock model's logits; the kernel gives the reference's attention."""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, LlamaConfig, MambaConfig, T5Config
@@ -18,9 +12,8 @@ from ddtree.train.batch_decoder import (
     decode_unsupported_reason,
     graph_unsupported_reason,
 )
+from interpreter_kit import IS_INTERPRETER, run_interpreted
 from tiny_models import tiny_llama, tiny_qwen3
-
-IS_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def step_all(model, texts, starts, max_tokens=24):
@@ -164,11 +157,4 @@ def test_compiled_kernel_equals_the_reference():
 @pytest.mark.skipif(IS_INTERPRETER, reason="is the interpreter's own process")
 def test_kernel_through_the_interpreter():
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider",
-         "-k", "interpreted", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(r"1 passed", run.stdout), run.stdout
+    assert run_interpreted(__file__) == 1

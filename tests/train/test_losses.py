@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,10 +19,10 @@ from ddtree.train.losses import (
     position_weights,
 )
 from ddtree.train.packed_batch import NO_LABEL
+from interpreter_kit import IS_INTERPRETER, run_interpreted
 
 VOCAB, HIDDEN, DEPTH = 211, 16, 5
 SHAPE = (2, 3, DEPTH)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Case:
@@ -141,7 +136,7 @@ def assert_fused_is_reference(case: Case, tolerance: float, *, is_soft: bool) ->
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+@pytest.mark.skipif(not IS_INTERPRETER, reason="runs in the interpreter's own process")
 @pytest.mark.parametrize("is_soft", [False, True])
 @pytest.mark.parametrize("tile", [64, 256])
 def test_interpreted_kernel_is_the_reference(monkeypatch, tile, is_soft):
@@ -153,7 +148,7 @@ def test_interpreted_kernel_is_the_reference(monkeypatch, tile, is_soft):
         assert_fused_is_reference(Case(seed), tolerance=1e-5, is_soft=is_soft)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreter's own process")
+@pytest.mark.skipif(not IS_INTERPRETER, reason="runs in the interpreter's own process")
 def test_interpreted_kernel_counts_the_first_of_equal_logits(monkeypatch):
     from ddtree.train import triton_losses
     from ddtree.train.triton_losses import FusedDraftLosses
@@ -167,18 +162,10 @@ def test_interpreted_kernel_counts_the_first_of_equal_logits(monkeypatch):
     assert correct.tolist() == [True, False, False, False]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter's own process")
+@pytest.mark.skipif(IS_INTERPRETER, reason="is the interpreter's own process")
 def test_kernels_through_the_interpreter():
-    """Triton reads TRITON_INTERPRET once, so the kernels have their own process."""
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider",
-         "-k", "interpreted", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(r"\b5 passed", run.stdout), run.stdout
+    assert run_interpreted(__file__) == 5
 
 
 @pytest.mark.gpu

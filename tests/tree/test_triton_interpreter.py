@@ -1,28 +1,15 @@
-"""Runs the kernels' interpreted tests: Triton reads TRITON_INTERPRET once, so they have their own process."""
+"""Runs the interpreted tests of the tree's kernels."""
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from interpreter_kit import IS_INTERPRETER, run_interpreted
+
 FILES = ("test_build_triton.py", "test_triton_draw.py", "test_triton_topk.py", "test_verify.py")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the interpreter's own process")
+@pytest.mark.skipif(IS_INTERPRETER, reason="is the interpreter's own process")
 def test_kernels_through_the_interpreter():
     pytest.importorskip("triton")
-    here = Path(__file__).parent
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider",
-         "-k", "interpreted", *(str(here / name) for name in FILES)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=here.parents[1], capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout + run.stderr
-    passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed is not None, run.stdout
-    assert int(passed[1]) > 0
-    assert not re.search(r"\d+ (failed|error|skipped)", run.stdout), run.stdout
+    assert run_interpreted(*(Path(__file__).parent / name for name in FILES)) > 0

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from ddtree.config import check
 from ddtree.errors import UnsupportedModelError
-from ddtree.train.transformers_seams import RECURRENT_FIELDS, attention_of
+from ddtree.train.transformers_seams import RECURRENT_FIELDS, attention_of, refuse_other_scores
 from ddtree.tree.triton_choice import prefers_triton
 
 ATTENTION = "ddtree_batch_decode"
@@ -180,10 +180,7 @@ def attend_slots(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`decode_attention` as transformers calls an attention function; out [slots, 1, num_heads, head_dim]."""
-    if softcap is not None or s_aux is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} caps its scores or has attention sinks, which cannot be decoded here"
-        )
+    refuse_other_scores(module, softcap, s_aux)
     positions = attention_mask[:, 0, 0, 0]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return decode_attention(query[:, :, 0], key, value, positions, scale)[:, None], None

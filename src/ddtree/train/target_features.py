@@ -17,7 +17,7 @@ from ddtree.draft.dflash_config import FULL, SLIDING
 from ddtree.errors import UnsupportedModelError, first_line
 from ddtree.train.attention import Mask, MaskKind, attend, target_mask
 from ddtree.train.packed_batch import PackedBatch
-from ddtree.train.transformers_seams import RECURRENT_FIELDS, attention_of
+from ddtree.train.transformers_seams import RECURRENT_FIELDS, attention_of, refuse_other_scores
 
 ATTENTION_NAMES: dict[MaskKind, str] = {"dense": "sdpa", "flex": "ddtree_packed_flex"}
 # Fields of a config that change the logits after the head, with the value that changes nothing.
@@ -37,10 +37,7 @@ def attend_packed(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """`attend` as transformers calls an attention function; out [rows, row_tokens, num_heads, head_dim]."""
-    if softcap is not None or s_aux is not None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} caps its scores or has attention sinks, which cannot be packed here"
-        )
+    refuse_other_scores(module, softcap, s_aux)
     return attend(query, key, value, attention_mask, scaling).transpose(1, 2), None
 
 
