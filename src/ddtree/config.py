@@ -1,4 +1,4 @@
-"""Everything a user can turn, in three frozen dataclasses that check themselves once.
+"""Everything a user can turn, in frozen dataclasses that check themselves once.
 
 Command-line flags and the settings table in the docs are made from these fields: each carries its
 help text in `metadata["help"]`.
@@ -18,6 +18,9 @@ from ddtree.errors import ConfigError, short_repr
 MAX_NODE_BUDGET = 1024
 DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9][0-9]{0,3}))?")
 MAX_CANDIDATE_TOPK = 1024
+DEFAULT_PLUGIN_CANDIDATES = 32
+# SGLang walks siblings by recursion where a grammar masks a tree.
+MAX_PLUGIN_CANDIDATES = 256
 MIN_CONTEXT_TOKENS = 16
 MAX_STOP_STRINGS = 16
 # Dividing logits by less than this overflows float32 for no visible change in the draw.
@@ -207,3 +210,48 @@ class EngineConfig:
             "candidate_topk", self.candidate_topk, f"0 (the node budget) to {MAX_CANDIDATE_TOPK}",
         )  # fmt: skip
         check(isinstance(self.cuda_graphs, bool), "cuda_graphs", self.cuda_graphs, "true or false")
+
+
+@dataclass(frozen=True, slots=True)
+class PluginConfig:
+    """What DDTREE in SGLang can be told beyond SGLang's own flags."""
+
+    node_budget: int = setting(
+        31, f"most nodes of a draft tree, the root not counted (1 to {MAX_NODE_BUDGET})"
+    )
+    candidate_topk: int = setting(0, "candidates kept a draft position (0: the node budget, at most 32)")
+    mode: Mode = setting(Mode.TREE, "tree; or chain, the most likely token of each position, to compare with")
+    max_accept_tokens: int = setting(
+        0, "most tokens a round commits (0: the whole path); 1 is plain decoding through the tree's path"
+    )
+    metrics: bool = setting(True, "count rounds for Prometheus, where SGLang runs with --enable-metrics")
+    check_ranks: bool = setting(False, "compare the trees of all tensor-parallel ranks each round; slow")
+
+    def __post_init__(self) -> None:
+        check(
+            is_int(self.node_budget) and 1 <= self.node_budget <= MAX_NODE_BUDGET,
+            "node_budget", self.node_budget, f"a whole number from 1 to {MAX_NODE_BUDGET}",
+        )  # fmt: skip
+        check(
+            is_int(self.candidate_topk) and 0 <= self.candidate_topk <= MAX_PLUGIN_CANDIDATES,
+            "candidate_topk", self.candidate_topk, f"0 (by the node budget) to {MAX_PLUGIN_CANDIDATES}",
+        )  # fmt: skip
+        check(self.mode in (Mode.TREE, Mode.CHAIN), "mode", self.mode, "tree or chain")
+        check(
+            is_int(self.max_accept_tokens) and self.max_accept_tokens >= 0,
+            "max_accept_tokens", self.max_accept_tokens, "0 (the whole path) or more",
+        )  # fmt: skip
+        for name in ("metrics", "check_ranks"):
+            value = getattr(self, name)
+            check(isinstance(value, bool), name, value, "true or false")
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates kept a draft position (K): more than the node budget could never be used."""
+        if self.mode == Mode.CHAIN:
+            return 1
+        return min(self.candidate_topk or DEFAULT_PLUGIN_CANDIDATES, self.node_budget)
+
+    def verify_width(self, block_size: int) -> int:
+        """Tokens of a request in a verify pass (W): the tree and its root, at least the drafter's block."""
+        return block_size if self.mode == Mode.CHAIN else max(block_size, self.node_budget + 1)
