@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree.cli import demo, generate, train
+from ddtree.cli import demo, doctor, generate, train
 from ddtree.cli.console import prepare_streams, write
 from ddtree.errors import ConfigError
 
@@ -24,6 +24,7 @@ app = typer.Typer(
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
 app.command("train", epilog=train.EPILOG)(train.train)
+app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 
 EPILOG = """Examples:
 
