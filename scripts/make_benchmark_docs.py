@@ -9,16 +9,18 @@ the drafter that ships.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+
+import sglang_benchmark_docs
+from benchmark_tables import Results, table
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "results", ROOT / "docs" / "benchmarks.md"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: made by scripts/make_benchmark_docs.py -->", "<!-- end of figures -->"
 BEGIN_TRAINING = "<!-- training figures: made by scripts/make_benchmark_docs.py -->"
-Results = dict[str, Any]
+BEGIN_SGLANG = "<!-- SGLang figures: made by scripts/make_benchmark_docs.py -->"
 
 INTRODUCTION = """# Benchmarks
 
@@ -26,7 +28,8 @@ Made by `scripts/make_benchmark_docs.py` from the JSON files under `results/`; e
 the versions, the command and every figure. The target is SmolLM2-135M-Instruct dequantised from a Q4_1
 file (not the original weights), the drafter the one that ships, trained by `ddtree train`, where a
 section does not say otherwise. Speeds are measured side by side in one
-run, arms interleaved, after a warm-up; "plain" is this engine's own plain decoding. A 135M model in
+run, arms interleaved, after a warm-up; "plain" is this engine's own plain decoding, and SGLang's in the
+sections about draft trees in stock SGLang. A 135M model in
 bfloat16 has many near ties, so there texts part between modes without a fault; losslessness is shown in
 float32, where they must not."""
 
@@ -45,18 +48,18 @@ PROTOTYPE_LENGTHS = {
 }
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
 def conditions(results: Results) -> str:
-    """Machine, versions and command of a run, in one paragraph."""
+    """Machine, versions and command of each run, in one paragraph."""
+    if "runs" in results:
+        return "; ".join(run_conditions(run) for run in results["runs"])
     if "provenance" not in results:
         where = results.get("device", "simulated")
         return f"{where}; `{results['command'].removeprefix('python ')}`"
-    made = results["provenance"]
+    return run_conditions(results["provenance"])
+
+
+def run_conditions(made: Results) -> str:
+    """Machine, versions and command of one run."""
     machine, packages = made["machine"], made["packages"]
     gpus = ", ".join(machine.get("gpus", []))
     where = gpus or f"{machine['cpu']}, {machine['cores']} cores"
@@ -300,7 +303,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Iterator[str]]], ...] = (
     ("Training", "training", training),
     ("Training: what each change gave", "train_ablations", ablations),
     ("Training: a step", "train_step_gpu", train_step),
-    ("In stock SGLang", "sglang_dflash", sglang_dflash),
+    ("The chain in stock SGLang", "sglang_dflash", sglang_dflash),
     ("Acceptance in training, CPU, float32", "training_acceptance_cpu_fp32", training_acceptance),
     ("Acceptance in training, GPU, bfloat16", "training_acceptance_gpu", training_acceptance),
     ("Trees against the oracle", "tree_oracle", tree_oracle),
@@ -309,6 +312,7 @@ SECTIONS: tuple[tuple[str, str, Callable[[Results], Iterator[str]]], ...] = (
     ("Node budget policy", "budget_policy", budget_policy),
     ("Memory, CPU", "memory_cpu", memory),
     ("Memory, GPU", "memory_gpu", memory),
+    *sglang_benchmark_docs.SECTIONS,
 )
 
 
@@ -381,7 +385,12 @@ def training_figures() -> str:
 def readme() -> str:
     """The README with its tables made anew."""
     text = README.read_text(encoding="utf-8")
-    for begin, made in ((BEGIN, readme_figures()), (BEGIN_TRAINING, training_figures())):
+    bench = json.loads((RESULTS / "sglang_bench.json").read_text(encoding="utf-8"))
+    for begin, made in (
+        (BEGIN, readme_figures()),
+        (BEGIN_TRAINING, training_figures()),
+        (BEGIN_SGLANG, sglang_benchmark_docs.readme_sglang(bench)),
+    ):
         before, rest = text.split(begin)
         text = f"{before}{begin}\n{made}\n{END}{rest.split(END, 1)[1]}"
     return text

@@ -18,8 +18,10 @@ CELL = {"accept_length": 3.146, "interval_95": [3.0, 3.3], "rounds": 5, "tokens"
 
 
 @pytest.fixture
-def page(tmp_path):
+def page(tmp_path, monkeypatch):
     """Makes the page of a results folder with these files."""
+
+    monkeypatch.syspath_prepend(str(SCRIPTS))
 
     def make(files: dict[str, dict]) -> str:
         for name, results in files.items():
