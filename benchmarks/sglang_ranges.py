@@ -66,6 +66,7 @@ def register() -> None:
     """Entry point: wrap the methods when the first profiler starts, by when all modules are loaded."""
     import torch
 
+    # The profiler has no hook for its start, so the method is replaced, which mypy is told below.
     start = torch.profiler.profile.start
 
     @functools.wraps(start)

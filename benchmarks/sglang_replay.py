@@ -154,7 +154,8 @@ def kept_sets(scaled: Tensor, sampling: Sampling, eps: float) -> tuple[Tensor, T
         surely &= ordered >= least + eps
     # Whatever its neighbours, a row keeps its first token.
     maybe[:, 0] = True
-    return tuple(torch.zeros_like(maybe).scatter_(-1, order, kept) for kept in (maybe, surely))  # type: ignore[return-value]
+    by_token = torch.zeros_like(maybe)
+    return by_token.scatter(-1, order, maybe), by_token.scatter(-1, order, surely)
 
 
 def gaps(
@@ -204,7 +205,8 @@ class Replayer:
         """The target's logits [n, V] float32 at each emitted token, by one plain prefill."""
         context = torch.tensor([[*output.prompt, *output.tokens[:-1]]], device=self._model.device)
         made = self._model(input_ids=context, use_cache=False, logits_to_keep=len(output.tokens))
-        return made.logits[0].float()  # type: ignore[no-any-return]
+        logits: Tensor = made.logits[0].float()
+        return logits
 
     @torch.inference_mode()
     def judge(self, output: Output, eps: float, logits: Tensor | None = None) -> Verdict:
