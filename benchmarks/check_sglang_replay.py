@@ -35,7 +35,15 @@ from sglang_common import (
     sglang_arguments,
 )
 from sglang_faults import FAULT_FILE, FAULTS, PLUGIN
-from sglang_replay import Output, Replayer, ending_problem, is_overrun, regex_masks, swapped
+from sglang_replay import (
+    GAP_STEPS,
+    Output,
+    Replayer,
+    ending_problem,
+    is_overrun,
+    regex_masks,
+    swapped,
+)
 
 FLOAT32_EPS = 1e-3
 # The largest of so many near ties says little about the largest of as many others.
@@ -129,18 +137,25 @@ def judge_cell(
     row: dict[str, Any] = {
         "outputs": 0, "tokens": 0, "not_best": 0, "max_gap": 0.0, "violations": [], "endings": [],
         "known_endings": [], "errors": [], "planted": 0, "planted_found": 0, "planted_smallest_gap": None,
+        "gaps_above": dict.fromkeys(map(str, GAP_STEPS), 0),
     }  # fmt: skip
+    whole, outputs = [], []
     for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         if "error" in answer or not answer["tokens"]:
             row["errors"].append({"output": index, "error": answer.get("error", "no tokens")})
             continue
-        output = Output(request["tokens"], answer["tokens"], request["sampling"])
-        logits = replayer.logits(output)
+        whole.append(index)
+        outputs.append(Output(request["tokens"], answer["tokens"], request["sampling"]))
+    for place, logits in replayer.logits(outputs):
+        index, output = whole[place], outputs[place]
+        request, answer = requests[index], answers[index]
         verdict = replayer.judge(output, eps, logits)
         row["outputs"] += 1
         row["tokens"] += verdict.num_tokens
         row["not_best"] += verdict.num_not_best
         row["max_gap"] = max(row["max_gap"], verdict.max_gap)
+        for step, count in zip(row["gaps_above"], verdict.gaps_above, strict=True):
+            row["gaps_above"][step] += count
         if verdict.first_violation is not None:
             row["violations"].append(
                 {"output": index, "sampling": request["sampling"], "of_its_tokens": verdict.num_violations}

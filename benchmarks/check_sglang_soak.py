@@ -4,11 +4,14 @@ Waves of requests at a fixed concurrency, all drawn from one seed: prompts and o
 greedy and every sampling setting, streamed or not, some cut off after a random time, and in each wave two
 greedy requests side by side that run into the context limit. After each wave the prefix cache is emptied and
 the pool must be whole again; SGLang's own check of its pools, which ends the server on a leak, runs then too.
-Afterwards every finished request is replayed (`sglang_replay`; eps from a file of `check_sglang_replay.py`
-where the format is not float32). Outputs are kept in --output after each wave, so that a killed run goes on
-where it was. Exits 1 on a death, a leak, a failed request or a wrong token. Needs a GPU and SGLang.
+Afterwards every finished request is replayed (`sglang_replay`). The allowed gap of a 16-bit format comes from
+a file of `check_sglang_replay.py`, or better from a run of this program with `--arm plain`, whose greedy
+outputs are as many: twice their largest gap. Outputs are kept in --output after each wave, so that a killed
+run goes on where it was. Exits 1 on a death, a leak, a failed request or a wrong token. Needs a GPU and
+SGLang.
 
-    python benchmarks/check_sglang_soak.py --minutes 8 --eps-from results/sglang_replay.json \\
+    python benchmarks/check_sglang_soak.py --minutes 8 --arm plain --output results/sglang_soak_plain.json
+    python benchmarks/check_sglang_soak.py --minutes 8 --eps-from results/sglang_soak_plain.json \\
         --output results/sglang_soak.json
 """
 
@@ -16,24 +19,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import multiprocessing
 import random
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 from check_sglang_replay import (
     FLOAT32_EPS,
     block_size,
+    calibrated_eps,
     is_lossless,
     judge_cell,
     load_replayer,
     overruns_of,
+    replays,
     sampled_parameters,
 )
 from common import SETS, load_prompts
 from sglang_common import EngineDied, EngineProcess, Results, chat_prompts, engines, sglang_arguments
+from sglang_replay import Replayer
 
 MAX_TOKENS = (1, 2, 7, 24, 64, 128, 256)
 # Room that a request has when it starts towards the context limit.
@@ -147,22 +156,72 @@ def soak(args: argparse.Namespace, prompts: Sequence[Sequence[int]], results: Re
             results.write()
 
 
-def judge(args: argparse.Namespace, prompts: Sequence[Sequence[int]], results: Results) -> None:
+def replayable(
+    arm: str, requests: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any] | None]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Requests and answers of a wave that finished and follow from the target."""
+
+    def kind(request: dict[str, Any]) -> str:
+        return "greedy" if request["sampling"]["temperature"] == 0 else "sampled"
+
+    asked, finished = [], []
+    for request, answer in zip(requests, answers, strict=True):
+        if answer is not None and replays(arm, kind(request)):
+            asked.append(request)
+            finished.append(answer)
+    return asked, finished
+
+
+class Judge:
+    """Judges waves, each process with a replayer of its own."""
+
+    replayer: Replayer
+
+    @classmethod
+    def load(cls, args: argparse.Namespace) -> None:
+        cls.replayer = load_replayer(args)
+
+    @classmethod
+    def row(
+        cls, requests: list[dict[str, Any]], answers: list[dict[str, Any]], eps: float, context_tokens: int,
+        overruns: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The verdict on a wave."""
+        return judge_cell(
+            cls.replayer, requests, answers, eps, context_tokens, plant=eps < math.inf,
+            overrun_tokens=overruns,
+        )  # fmt: skip
+
+
+def judge(args: argparse.Namespace, prompts: Sequence[Sequence[int]], results: Results, eps: float) -> None:
     """Replay the waves that are not judged yet."""
-    replayer = load_replayer(args)
     engine = results.engines[args.arm]
     context, overruns = engine["context_tokens"], overruns_of(engine, block_size(args))
-    eps = results.verdict["eps"]
     rows = results.verdict.setdefault("rows", {})
-    for name, wave in results.cells.items():
-        if name in rows:
-            continue
-        requests = wave_requests(args, int(name.split()[1]), prompts, context)
-        pairs = [pair for pair in zip(requests, wave["answers"], strict=True) if pair[1] is not None]
-        asked, answers = [request for request, _ in pairs], [answer for _, answer in pairs]
-        rows[name] = judge_cell(replayer, asked, answers, eps, context, plant=True, overrun_tokens=overruns)
-        print(name, rows[name], flush=True)
-        results.write()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.replay_processes, spawn, Judge.load, (args,)) as pool:
+        judged = {}
+        for name, wave in results.cells.items():
+            if name not in rows:
+                requests = wave_requests(args, int(name.split()[1]), prompts, context)
+                asked, answers = replayable(args.arm, requests, wave["answers"])
+                judged[pool.submit(Judge.row, asked, answers, eps, context, overruns)] = name
+        for future in as_completed(judged):
+            rows[judged[future]] = future.result()
+            print(judged[future], future.result(), flush=True)
+            results.write()
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the rows of all waves say together."""
+    sums = ("outputs", "tokens", "not_best", "planted", "planted_found")
+    lists = ("violations", "endings", "known_endings", "errors")
+    return {
+        **{key: sum(row[key] for row in rows) for key in sums},
+        **{key: sum(len(row[key]) for row in rows) for key in lists},
+        "max_gap": max(row["max_gap"] for row in rows),
+        "gaps_above": {step: sum(row["gaps_above"][step] for row in rows) for step in rows[0]["gaps_above"]},
+    }
 
 
 def allowed_gap(dtype: str, replayed: Path | None) -> float:
@@ -194,6 +253,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--eps-from", type=Path)
+    parser.add_argument("--replay-processes", type=int, default=4, help="how many replay at the same time")
     parser.add_argument("--no-replay", action="store_true", help="replay in a later run with --minutes 0")
     parser.set_defaults(context_tokens=2048)
     args = parser.parse_args()
@@ -213,8 +273,11 @@ def main() -> None:
         "pool_problems": [wave["pool_problem"] for wave in waves if wave["pool_problem"]],
     }  # fmt: skip
     if not args.no_replay and waves:
-        results.verdict["eps"] = allowed_gap(args.dtype, args.eps_from)
-        judge(args, prompts, results)
+        is_plain = args.arm == "plain"
+        eps = math.inf if is_plain else allowed_gap(args.dtype, args.eps_from)
+        judge(args, prompts, results, eps)
+        replayed = results.verdict["replayed"] = summary(list(results.verdict["rows"].values()))
+        results.verdict["eps"] = calibrated_eps(args.dtype, [replayed["max_gap"]]) if is_plain else eps
     results.write()
     totals, rows = results.verdict["totals"], results.verdict.get("rows", {})
     print({key: value for key, value in results.verdict.items() if key != "rows"})

@@ -26,6 +26,8 @@ from ddtree.tree.noise import keyed_gumbel
 # Gap of a token that no logits within eps could have given: masked, or far outside top-k, top-p or min-p.
 EXCLUDED = 1e6
 ROWS = 128  # rows whose noise and sorted copies are in memory at once
+GAP_STEPS = (0.125, 0.25, 0.5, 0.75, 1.0)
+BATCH_TOKENS = 4096  # of a prefill, padding included; each makes one row of logits at most
 
 MakeMasks = Callable[[str, Sequence[int]], Tensor]
 """From a regular expression and an output [n] to the tokens allowed at each place, [n, V] bool."""
@@ -94,14 +96,15 @@ class Verdict:
     num_not_best: int  # tokens with a gap above 0, allowed or not
     num_violations: int
     first_violation: Violation | None
+    gaps_above: tuple[int, ...]  # tokens with a gap above each of GAP_STEPS
 
 
 def token_counts(tokens: Sequence[int], begin: int, end: int, vocab_size: int, device: Any) -> Tensor:
     """How often each token is among those before place i, for i in begin..end; [end - begin, V] float32."""
     counts = torch.zeros(end - begin, vocab_size, device=device)
-    for place, token in enumerate(tokens[: end - 1]):
-        counts[max(place + 1 - begin, 0) :, token] += 1
-    return counts
+    rows = torch.arange(1 - begin, end - begin, device=device).clamp(min=0)  # first row that counts a token
+    columns = torch.tensor(tokens[: end - 1], dtype=torch.int64, device=device)
+    return counts.index_put_((rows, columns), counts.new_ones(()), accumulate=True).cumsum(0)
 
 
 def process(
@@ -200,19 +203,33 @@ class Replayer:
         self.stop_tokens = tuple(stop_tokens)
         self._make_masks = make_masks
 
+    def logits(self, outputs: Sequence[Output]) -> Iterator[tuple[int, Tensor]]:
+        """Index of each output and the target's logits [n, V] float32 at its tokens, by plain prefill.
+
+        Outputs with prompts of about one length go through the target together, padded behind their ends.
+        """
+        for batch in batches(outputs):
+            begin = min(len(outputs[index].prompt) for index in batch) - 1
+            for index, scores in zip(batch, self._prefill([outputs[index] for index in batch]), strict=True):
+                first = len(outputs[index].prompt) - 1 - begin
+                yield index, scores[first : first + len(outputs[index].tokens)].float()
+
     @torch.inference_mode()
-    def logits(self, output: Output) -> Tensor:
-        """The target's logits [n, V] float32 at each emitted token, by one plain prefill."""
-        context = torch.tensor([[*output.prompt, *output.tokens[:-1]]], device=self._model.device)
-        made = self._model(input_ids=context, use_cache=False, logits_to_keep=len(output.tokens))
-        logits: Tensor = made.logits[0].float()
+    def _prefill(self, outputs: Sequence[Output]) -> Tensor:
+        """Logits [len(outputs), length, V] from the last token of the shortest prompt on."""
+        rows = [[*output.prompt, *output.tokens[:-1]] for output in outputs]
+        length = max(map(len, rows))
+        padded = [row + [0] * (length - len(row)) for row in rows]
+        context = torch.tensor(padded, device=self._model.device)  # causal: nothing sees what is behind it
+        keep = length - min(len(output.prompt) for output in outputs) + 1
+        logits: Tensor = self._model(input_ids=context, use_cache=False, logits_to_keep=keep).logits
         return logits
 
     @torch.inference_mode()
     def judge(self, output: Output, eps: float, logits: Tensor | None = None) -> Verdict:
         """Replay an output; `logits` [n, V] where they are already known."""
         if logits is None:
-            logits = self.logits(output)
+            _, logits = next(self.logits([output]))
         sampling = Sampling.of(output.sampling)
         tokens = torch.tensor(output.tokens, device=logits.device)
         found = [
@@ -230,6 +247,7 @@ class Replayer:
             first_violation=None if first is None else Violation(
                 first, len(output.prompt) + first, output.tokens[first], int(best[first]), float(gap[first])
             ),
+            gaps_above=tuple(int((gap > step).sum()) for step in GAP_STEPS),
         )  # fmt: skip
 
     def _processed(
@@ -244,6 +262,21 @@ class Replayer:
             rows = slice(begin, min(begin + ROWS, len(output.tokens)))
             masks = None if allowed is None else allowed[rows]
             yield rows, process(logits[rows], output.tokens, begin, sampling, self.stop_tokens, masks)
+
+
+def batches(outputs: Sequence[Output]) -> Iterator[list[int]]:
+    """Indices of outputs in batches for a prefill each, by the length of their prompts."""
+    batch: list[int] = []
+    longest = 0
+    for index in sorted(range(len(outputs)), key=lambda index: len(outputs[index].prompt)):
+        length = len(outputs[index].prompt) + len(outputs[index].tokens)
+        if batch and max(longest, length) * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch, longest = [], 0
+        batch.append(index)
+        longest = max(longest, length)
+    if batch:
+        yield batch
 
 
 def rows_positions(output: Output, rows: slice, device: Any) -> Tensor:

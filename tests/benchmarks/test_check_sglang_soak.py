@@ -5,7 +5,16 @@ import json
 
 import pytest
 
-from check_sglang_soak import allowed_gap, is_finished, pool_problem, run_wave, was_cut_off, wave_requests
+from check_sglang_soak import (
+    allowed_gap,
+    is_finished,
+    pool_problem,
+    replayable,
+    run_wave,
+    summary,
+    was_cut_off,
+    wave_requests,
+)
 
 PROMPTS = [[number] * (20 + 7 * number) for number in range(1, 40)]
 CONTEXT = 512
@@ -121,3 +130,25 @@ def test_eps_comes_from_a_replay_in_the_same_format(tmp_path):
         allowed_gap("bfloat16", None)
     with pytest.raises(SystemExit, match="not float16"):
         allowed_gap("float16", file)
+
+
+def test_without_the_plugin_only_greedy_outputs_follow_from_the_target():
+    requests = [
+        {"sampling": {"temperature": 0.0}},
+        {"sampling": {"temperature": 1.0}},
+        {"sampling": {"temperature": 0.0}},
+    ]
+    answers = [{"tokens": [1]}, {"tokens": [2]}, None]
+    assert replayable("plain", requests, answers) == (requests[:1], answers[:1])
+    assert replayable("ddtree:31", requests, answers) == (requests[:2], answers[:2])
+
+
+def test_rows_are_summed():
+    row = {
+        "outputs": 2, "tokens": 9, "not_best": 1, "planted": 2, "planted_found": 2, "violations": [{}],
+        "endings": [], "known_endings": [], "errors": [], "max_gap": 0.25,
+        "gaps_above": {"0.125": 1, "0.5": 0},
+    }  # fmt: skip
+    both = summary([row, {**row, "max_gap": 0.5, "gaps_above": {"0.125": 2, "0.5": 1}}])
+    assert (both["outputs"], both["violations"], both["max_gap"]) == (4, 2, 0.5)
+    assert both["gaps_above"] == {"0.125": 3, "0.5": 1}

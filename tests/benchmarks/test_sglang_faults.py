@@ -13,6 +13,7 @@ from ddtree.tree import DraftTree
 from ddtree.tree.layout import ancestor_mask, retrieve_links
 from sglang_common import Results
 from sglang_faults import FAULT_FILE, FAULTS, by_column, causal_like, plant
+from sglang_replay import GAP_STEPS
 
 
 @pytest.fixture
@@ -85,13 +86,14 @@ class Judge:
     def __init__(self, gap):
         self.gap = gap
 
-    def logits(self, output):
-        return None
+    def logits(self, outputs):
+        return ((index, None) for index in range(len(outputs)))
 
     def judge(self, output, eps, logits=None):
         return types.SimpleNamespace(
-            num_tokens=1, num_not_best=1, max_gap=self.gap, num_violations=1, first_violation=None
-        )
+            num_tokens=1, num_not_best=1, max_gap=self.gap, num_violations=1, first_violation=None,
+            gaps_above=(0,) * len(GAP_STEPS),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(("gap", "is_found"), [(0.5, True), (0.49, True), (0.4, True), (0.39, False)])

@@ -12,6 +12,7 @@ from sglang_replay import (
     Output,
     Replayer,
     Sampling,
+    batches,
     ending_problem,
     gaps,
     is_overrun,
@@ -48,6 +49,33 @@ MIXES = {
 @pytest.fixture(scope="module")
 def model():
     return tiny_qwen3(vocab_size=97)
+
+
+def test_outputs_replayed_together_have_their_own_logits(model, monkeypatch):
+    monkeypatch.setattr(sglang_replay, "BATCH_TOKENS", 48)
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(5, 9), (1, 1), (11, 3), (2, 30), (30, 2), (5, 4), (1, 12), (60, 7)]
+    draws = [torch.randint(97, (n + m,), generator=generator).tolist() for n, m in sizes]
+    outputs = [
+        Output(tokens[:n], tokens[n:], MIXES["greedy"]) for (n, _), tokens in zip(sizes, draws, strict=True)
+    ]
+    assert max(map(len, batches(outputs))) > 1
+    together = dict(Replayer(model, STOP).logits(outputs))
+    assert sorted(together) == list(range(len(outputs)))
+    for index, output in enumerate(outputs):
+        context = torch.tensor([[*output.prompt, *output.tokens[:-1]]])
+        with torch.inference_mode():
+            alone = model(context).logits[0, len(output.prompt) - 1 :]
+        torch.testing.assert_close(together[index], alone, atol=1e-4, rtol=0)
+
+
+def test_counts_are_of_the_tokens_before_a_place():
+    tokens = [3, 1, 3, 3, 0, 1]
+    for begin, end in ((0, 6), (2, 5), (5, 6), (0, 1)):
+        counts = sglang_replay.token_counts(tokens, begin, end, 5, "cpu")
+        assert counts.tolist() == [
+            [tokens[:place].count(token) for token in range(5)] for place in range(begin, end)
+        ]
 
 
 def plain_choice(logits, output, sampling, position):
