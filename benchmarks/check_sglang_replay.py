@@ -53,6 +53,7 @@ KEEPS_OVERRUN = ("0.5.17",)
 FAULT_TIMES_EPS = 10
 FAULT_PROMPTS = 8
 PLANTED = 8  # outputs of an arm that get a planted fault
+PLANT_TOKENS = 16  # of an output that gets one: both orders of two tokens may be about as likely
 MIXES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
     {"temperature": 1.0},
@@ -165,7 +166,8 @@ def judge_cell(
         if problem is not None:
             known = is_overrun(output, answer["finish"], replayer.stop_tokens, overrun_tokens)
             row["known_endings" if known else "endings"].append({"output": index, "problem": problem})
-        fault = swapped(output) if plant and row["planted"] < PLANTED else None
+        is_long = verdict.num_tokens >= PLANT_TOKENS
+        fault = swapped(output) if plant and is_long and row["planted"] < PLANTED else None
         if fault is not None:
             gap = replayer.judge(fault, eps).max_gap
             row["planted"] += 1

@@ -159,14 +159,20 @@ def soak(args: argparse.Namespace, prompts: Sequence[Sequence[int]], results: Re
 def replayable(
     arm: str, requests: Sequence[dict[str, Any]], answers: Sequence[dict[str, Any] | None]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Requests and answers of a wave that finished and follow from the target."""
+    """Requests and answers of a wave that finished and follow from the target.
 
-    def kind(request: dict[str, Any]) -> str:
-        return "greedy" if request["sampling"]["temperature"] == 0 else "sampled"
+    Of plain decoding greedy ones without penalties: it counts a token late while its scheduler overlaps.
+    """
+    late = ("frequency_penalty", "presence_penalty", "repetition_penalty", "min_new_tokens")
+
+    def kind(sampling: dict[str, Any]) -> str:
+        return (
+            "sampled" if sampling["temperature"] > 0 or any(name in sampling for name in late) else "greedy"
+        )
 
     asked, finished = [], []
     for request, answer in zip(requests, answers, strict=True):
-        if answer is not None and replays(arm, kind(request)):
+        if answer is not None and replays(arm, kind(request["sampling"])):
             asked.append(request)
             finished.append(answer)
     return asked, finished

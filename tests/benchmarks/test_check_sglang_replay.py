@@ -33,7 +33,7 @@ def model():
 
 
 @torch.inference_mode()
-def greedy_answers(model, length=12):
+def greedy_answers(model, length=16):
     answers = []
     for prompt in PROMPTS:
         tokens = list(prompt)
@@ -45,7 +45,7 @@ def greedy_answers(model, length=12):
     return answers
 
 
-def greedy_requests(length=12):
+def greedy_requests(length=16):
     requests = requests_of("greedy", PROMPTS, length, with_regex=False)
     for request in requests:
         request["sampling"]["logit_bias"] = {"2": -1e9}
@@ -54,7 +54,7 @@ def greedy_requests(length=12):
 
 def test_a_greedy_cell_passes_and_its_planted_faults_are_found(model):
     row = judge_cell(Replayer(model, STOP), greedy_requests(), greedy_answers(model), 1e-3, 512, plant=True)
-    assert (row["outputs"], row["tokens"], row["violations"], row["endings"]) == (3, 36, [], [])
+    assert (row["outputs"], row["tokens"], row["violations"], row["endings"]) == (3, 48, [], [])
     assert row["planted"] == row["planted_found"] == 3
     assert row["planted_smallest_gap"] > 1e-2
     assert is_lossless(row)
@@ -88,7 +88,7 @@ def test_an_overrun_of_the_release_that_has_them_spoils_no_cell(model):
         request["sampling"]["stop_token_ids"] = [next(token for token in tokens if token != tokens[0])]
     known, unknown = (
         judge_cell(Replayer(model, STOP), requests, answers, 1e-3, 512, plant=False, overrun_tokens=n)
-        for n in (11, 0)
+        for n in (15, 0)
     )
     assert (len(known["known_endings"]), known["endings"]) == (3, [])
     assert (unknown["known_endings"], len(unknown["endings"])) == ([], 3)
@@ -108,6 +108,12 @@ def test_a_planted_fault_that_passes_is_no_proof(model):
     blind = judge_cell(Replayer(model, STOP), greedy_requests(), greedy_answers(model), 1e9, 512, plant=True)
     assert (blind["planted"], blind["planted_found"]) == (3, 0)
     assert not is_lossless(blind)
+
+
+def test_short_outputs_get_no_planted_fault(model):
+    requests, answers = greedy_requests(length=15), greedy_answers(model, length=15)
+    row = judge_cell(Replayer(model, STOP), requests, answers, 1e-3, 512, plant=True)
+    assert (row["outputs"], row["planted"]) == (3, 0)
 
 
 def test_eps_is_fixed_in_float32_and_measured_in_bfloat16():
