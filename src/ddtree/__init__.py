@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddtree.config import Dtype, EngineConfig, Mode, SamplingParams
     from ddtree.engine.engine import Engine
-    from ddtree.engine.request import Chunk, FinishReason, Generation, Request
+    from ddtree.engine.request import Chunk, FinishReason, Generation, Request, TokenLogprobs
     from ddtree.engine.stream import TokenStream
     from ddtree.errors import (
         CheckpointError,
@@ -49,6 +49,7 @@ __all__ = [
     "RoundObserver",
     "RoundStats",
     "SamplingParams",
+    "TokenLogprobs",
     "TokenStream",
     "UnsupportedModelError",
     "__version__",
@@ -57,7 +58,7 @@ __all__ = [
 _MODULES = {
     "ddtree.config": ("Dtype", "EngineConfig", "Mode", "SamplingParams"),
     "ddtree.engine.engine": ("Engine",),
-    "ddtree.engine.request": ("Chunk", "FinishReason", "Generation", "Request"),
+    "ddtree.engine.request": ("Chunk", "FinishReason", "Generation", "Request", "TokenLogprobs"),
     "ddtree.engine.stream": ("TokenStream",),
     "ddtree.stats": ("GenerationStats", "RoundObserver", "RoundStats"),
 }

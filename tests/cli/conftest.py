@@ -9,7 +9,7 @@ import pytest
 from ddtree.cli import loading
 from ddtree.cli.main import run
 from ddtree.config import Mode
-from ddtree.engine.request import Chunk, FinishReason, Generation
+from ddtree.engine.request import Chunk, FinishReason, Generation, TokenLogprobs
 from ddtree.errors import ContextLengthError
 from ddtree.stats import GenerationStats, RoundStats
 
@@ -66,7 +66,13 @@ class FakeStream:
     def result(self):
         tokens = self.tokens[: self.taken]
         text = self.engine.tokenizer.decode(tokens)
-        return Generation(text, tokens, self.finish_reason() or FinishReason.CANCEL, self.stats)
+        top = None if self.request.top_logprobs is None else ((7, -0.25), (8, -1.5))
+        logprobs = (
+            ()
+            if top is None
+            else tuple(TokenLogprobs(token, -2.5, top[: self.request.top_logprobs]) for token in tokens)
+        )
+        return Generation(text, tokens, self.finish_reason() or FinishReason.CANCEL, self.stats, logprobs)
 
 
 class FakeEngine:

@@ -122,6 +122,32 @@ def test_json(command, engine):
     assert {"ddtree", "python", "torch", "transformers"} <= set(document["versions"])
 
 
+def test_json_has_log_probabilities_where_asked_for(command, engine):
+    arguments = ("generate", "Hi", "--json", "--max-tokens", "2")
+    assert "logprobs" not in json.loads(command(*arguments)[1])
+    for number in (0, 1):
+        document = json.loads(command(*arguments, "--logprobs", str(number))[1])
+        top = [{"token": 7, "log_prob": -0.25}][:number]
+        assert document["logprobs"] == [
+            {"token": token, "log_prob": -2.5, "top": top} for token in document["tokens"]
+        ]
+
+
+def test_log_probabilities_without_json_are_told_not_dropped_in_silence(command, engine):
+    code, out, err = command("generate", "Hi", "--logprobs", "3")
+    assert (code, out) == (0, engine.text + "\n")
+    assert "--logprobs 3 has no effect without --json" in err
+    assert engine.requests[0].top_logprobs is None  # the engine does no work that nobody sees
+
+
+@pytest.mark.parametrize("number", ["-1", "21"])
+def test_too_many_log_probabilities_are_refused_before_loading(refused, engine, number):
+    assert f"--logprobs={number} is not allowed: a whole number from 0 to 20" in refused(
+        "generate", "Hi", "--json", "--logprobs", number
+    )
+    assert engine.config is None
+
+
 def test_json_has_no_budget_where_the_mode_has_none(command, engine):
     document = json.loads(command("generate", "Hi", "--json", "--mode", "chain")[1])
     assert (document["mode"], document["budget"], document["finish_reason"]) == ("chain", None, "stop")

@@ -195,9 +195,9 @@ def test_share_of_plain_rounds_follows_the_drafter(target, monkeypatch, is_usefu
     clock = SimpleNamespace(now_s=0.0)
     real_run = engine.runner.run
 
-    def run(plan, chooser, budgets):
+    def run(plan, *rest):
         clock.now_s += COSTS[plan] / 1e3
-        return real_run(plan, chooser, budgets)
+        return real_run(plan, *rest)
 
     monkeypatch.setattr(engine.runner, "run", run)
     monkeypatch.setattr(stream_module, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))

@@ -1,5 +1,6 @@
 """What crosses from the device once a round is what the round did, to the bit."""
 
+import dataclasses
 import math
 import struct
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from ddtree.engine.decode_round import Built, Round, root_only
+from ddtree.engine.logprobs import pack_logprobs
 from ddtree.engine.readout import pack, unpack
 from ddtree.tree import DraftMarginals, DraftTree, build_draft_trees, tree_layout
 from ddtree.tree.build_torch import build_chain
@@ -56,6 +58,29 @@ def test_a_tree_round_comes_across(indices, tokens, budgets):
     assert readout.top1_tokens == TOP1
     # A budget larger than the tree is forecast as the tree.
     assert readout.surrogate == pytest.approx([forecast(tree, min(b, 16)) for b in budgets], rel=1e-6)
+
+
+@pytest.mark.parametrize("budgets", [(), (8, 16)])
+@pytest.mark.parametrize("top", [0, 3])
+@pytest.mark.parametrize("num_rows", [3, BLOCK_SIZE])
+def test_log_probabilities_come_across_with_the_round(budgets, top, num_rows):
+    """Rows of the path alone, as a CPU packs them, and of a whole block, as CUDA does."""
+    indices, tokens = (0, 1, 2), (4, 0, 12)
+    logits = torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(2))
+    chosen = torch.tensor((*tokens, 9, 9, 9)[:num_rows])
+    packed = pack_logprobs(logits, chosen, top)
+    without = finished(built_tree(16), TOP1, indices, tokens)
+    round_ = without._replace(logprobs=packed)
+    vector = pack(round_, budgets)
+    readout = unpack(vector, BLOCK_SIZE, has_draft=True, logprobs_shape=round_.logprobs_shape)
+    expected = torch.log_softmax(logits, -1)
+    assert [entry.token for entry in readout.logprobs] == list(tokens)
+    for row, entry in zip(expected, readout.logprobs, strict=False):
+        assert entry.log_prob == pytest.approx(float(row[entry.token]), abs=1e-6)
+        assert [token for token, _ in entry.top] == row.topk(top).indices.tolist()
+    plain = unpack(pack(without, budgets), BLOCK_SIZE, has_draft=True, logprobs_shape=without.logprobs_shape)
+    assert dataclasses.replace(readout, logprobs=()) == plain
+    assert plain.logprobs == ()
 
 
 @pytest.mark.parametrize("budgets", [(), (8, 64)])

@@ -96,6 +96,34 @@ def replaying(engine):
     return engine
 
 
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "frequency_penalty": 0.5}], ids=str)
+def test_static_steps_give_the_eager_log_probabilities(target, fields):
+    """They are read between two graphs; a greedy request without them is one graph a round, as ever."""
+    sampling = SamplingParams(max_tokens=40, **fields)
+    engine = scripted_engine(target, sampling)
+    engine.drafter.append = lambda context, taps, window: None
+    requests = [
+        Request(PROMPT, sampling, mode, budget, top_logprobs=3)
+        for mode, budget in [(Mode.TREE, 16), (Mode.CHAIN, 1), (Mode.TREE, 4)]
+    ]
+    eager = [engine.generate(request).logprobs for request in requests]
+    replaying(engine)
+    for request, expected in zip(requests, eager, strict=True):
+        plain_request = dataclasses.replace(request, top_logprobs=None)
+        assert len(engine.generate(plain_request).tokens) == 40
+        kinds = {key[0] for key in engine.runner._graphs}
+        assert ("verify" in kinds) == bool(fields or request is not requests[0])
+        got = engine.generate(request).logprobs
+        assert [entry.token for entry in got] == [entry.token for entry in expected]
+        for seen, wanted in zip(got, expected, strict=True):
+            assert seen.log_prob == pytest.approx(wanted.log_prob, abs=1e-4)
+            values = [[log_prob for _, log_prob in entry.top] for entry in (seen, wanted)]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
+    assert {key[0] for key in engine.runner._graphs} == {"verify", "commit"} | (
+        set() if fields else {"round"}
+    )
+
+
 # Key extents: 1024 twice, in caches of other sizes, then a step from 1024 to all of the cache.
 CONTEXTS = [(256, 20), (600, 497), (1100, 1000)]
 

@@ -7,11 +7,11 @@ import platform
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,13 +22,39 @@ from ddtree.cli.options import BudgetFlag, ModeFlag, Output, Panel, expand_setti
 from ddtree.cli.prompts import read_prompt
 from ddtree.config import EngineConfig, Mode, SamplingParams, parse_budget
 from ddtree.provenance import package_version
+from ddtree.trace_format import Detail
 
 if TYPE_CHECKING:
     from ddtree.engine.request import Generation, Request
     from ddtree.engine.stream import TokenStream
+    from ddtree.trace.record import RecordedStream, TraceRecorder
 
 logger = logging.getLogger(__name__)
 
+LogprobsFlag = Annotated[
+    int | None,
+    typer.Option(
+        help="with --json: each token's log-probability and those of the N (0 to 20) most likely tokens",
+        metavar="N",
+        rich_help_panel="Output",
+        show_default=False,
+    ),
+]
+TraceFlag = Annotated[
+    Path | None,
+    typer.Option(
+        help="write what each round did to this file, as JSON Lines",
+        rich_help_panel="Output",
+        show_default=False,
+    ),
+]
+TraceDetailFlag = Annotated[
+    Detail,
+    typer.Option(
+        help="with --trace: what rounds committed, or their whole trees with target log-probabilities too",
+        rich_help_panel="Output",
+    ),
+]
 EPILOG = """Examples:
 
 ddtree generate "Why is the sky blue?"
@@ -55,20 +81,35 @@ def generate(
     sampling: Annotated[SamplingParams, Panel("Sampling", SamplingParams())],
     engine: Annotated[EngineConfig, Panel("Engine", EngineConfig())],
     output: Annotated[Output, Panel("Output", Output())],
+    logprobs: LogprobsFlag = None,
+    trace: TraceFlag = None,
+    trace_detail: TraceDetailFlag = Detail.SUMMARY,
 ) -> None:
     """Continue a prompt, faster through a draft tree, with the text that plain decoding gives.
 
     The text alone goes to standard output, as it is made; figures go to standard error.
     """
+    from ddtree.engine.request import Request, check_top_logprobs
+
     text = read_prompt(prompt, file)
     node_budget = parse_budget(budget, "--budget")
+    check_top_logprobs(logprobs, "--logprobs")
     if mode is Mode.AR and engine.drafter == "auto":
         engine = replace(engine, drafter="none")
     loading.check_drafter(engine, mode)
-    with messages(output) as stderr:
+    with messages(output) as stderr, open_recorder(trace, trace_detail) as recorder:
+        if trace is None and trace_detail is not Detail.SUMMARY:
+            logger.warning("--trace-detail %s has no effect without --trace", trace_detail)
         if node_budget != "auto" and mode is not Mode.TREE:
             logger.warning("--budget %s has no effect in mode %s", node_budget, mode)
-        request, stream = _start(text, engine, sampling, mode, node_budget, chat=not raw)
+        if logprobs is not None and not output.as_json:
+            logger.warning("--logprobs %d has no effect without --json", logprobs)
+            logprobs = None
+        prepared = loading.load_engine(engine)
+        request = Request(
+            prepared.encode(text, chat=not raw), sampling, mode, node_budget, top_logprobs=logprobs
+        )
+        stream = recorder.stream(prepared, request) if recorder else prepared.stream(request)
         with cancel_on_interrupt(stream) as interrupted:
             for chunk in stream:
                 if not output.as_json:
@@ -83,24 +124,17 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _start(
-    prompt: str,
-    config: EngineConfig,
-    sampling: SamplingParams,
-    mode: Mode,
-    node_budget: int | Literal["auto"],
-    *,
-    chat: bool,
-) -> tuple[Request, TokenStream]:
-    from ddtree.engine.request import Request
+def open_recorder(file: Path | None, detail: Detail) -> AbstractContextManager[TraceRecorder | None]:
+    """The recorder of a trace, made before anything is loaded; None without a file."""
+    if file is None:
+        return nullcontext()
+    from ddtree.trace.record import TraceRecorder
 
-    engine = loading.load_engine(config)
-    request = Request(engine.encode(prompt, chat=chat), sampling, mode, node_budget)
-    return request, engine.stream(request)
+    return TraceRecorder(file, detail)
 
 
 @contextmanager
-def cancel_on_interrupt(stream: TokenStream) -> Iterator[threading.Event]:
+def cancel_on_interrupt(stream: TokenStream | RecordedStream) -> Iterator[threading.Event]:
     """The first Ctrl-C ends the request after its round and sets the event; a second one ends the program."""
     interrupted = threading.Event()
 
@@ -130,6 +164,7 @@ def report(request: Request, generation: Generation, config: EngineConfig) -> di
     """What `--json` writes."""
     from ddtree import __version__
 
+    asked = {} if request.top_logprobs is None else {"logprobs": logprobs_report(generation)}
     return {
         "text": generation.text,
         "tokens": list(generation.tokens),
@@ -137,6 +172,7 @@ def report(request: Request, generation: Generation, config: EngineConfig) -> di
         "mode": request.mode.value,
         "budget": request.node_budget if request.mode is Mode.TREE else None,
         "model": config.model,
+        **asked,
         "stats": stats_report(generation),
         "versions": {
             "ddtree": __version__,
@@ -145,6 +181,18 @@ def report(request: Request, generation: Generation, config: EngineConfig) -> di
             "transformers": package_version("transformers"),
         },
     }
+
+
+def logprobs_report(generation: Generation) -> list[dict[str, Any]]:
+    """The log-probabilities of each new token."""
+    return [
+        {
+            "token": entry.token,
+            "log_prob": entry.log_prob,
+            "top": [{"token": token, "log_prob": log_prob} for token, log_prob in entry.top],
+        }
+        for entry in generation.logprobs
+    ]
 
 
 def stats_report(generation: Generation) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddtree.config import Mode
+from ddtree.engine.logprobs import path_logprobs
 from ddtree.engine.protocols import TargetOutput
 from ddtree.engine.sampling import TokenChooser, choose_along_path, count_paths
 from ddtree.engine.sequence import ModelPair, Sequence
@@ -38,20 +39,33 @@ class VerifyPass(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A finished round: the tree and its accept path."""
+    """A finished round: the tree, its accept path and, where asked for, its tokens' packed logprobs."""
 
     built: Built
     result: VerifyResult
+    logprobs: Tensor | None = None
+
+    @property
+    def logprobs_shape(self) -> tuple[int, int]:
+        """Rows and columns of the packed logprobs, none where there are none."""
+        return (0, 0) if self.logprobs is None else (self.logprobs.shape[0], self.logprobs.shape[1])
 
 
-def decode_round(pair: ModelPair, sequence: Sequence, plan: DraftPlan, chooser: TokenChooser) -> Round:
+def decode_round(
+    pair: ModelPair,
+    sequence: Sequence,
+    plan: DraftPlan,
+    chooser: TokenChooser,
+    top_logprobs: int | None = None,
+) -> Round:
     """Draft a tree after the root, verify it in one target pass and commit the accept path."""
     marginals = draft(pair, sequence, plan)
     built = build(marginals, sequence, plan)
     verified = verify(pair, sequence, built)
     result = accept(built, verified, chooser, pair.block_size - 1)
+    logprobs = path_logprobs(verified.output.logits, result, top_logprobs)
     commit(pair, sequence, verified, result)
-    return Round(built, result)
+    return Round(built, result, logprobs)
 
 
 def draft(pair: ModelPair, sequence: Sequence, plan: DraftPlan) -> DraftMarginals | None:

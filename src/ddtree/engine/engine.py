@@ -15,9 +15,10 @@ from ddtree.draft.dflash_config import DFlashConfig
 from ddtree.draft.load import load_drafter
 from ddtree.engine.calibrate import choose_dtype, choose_threads, measure_costs, settle_cpu_math
 from ddtree.engine.inference import inference
+from ddtree.engine.logprobs import pack_logprobs, unpack_logprobs
 from ddtree.engine.planner import Planner, fixed_plan
 from ddtree.engine.protocols import Drafter, TargetModel
-from ddtree.engine.request import Generation, Request
+from ddtree.engine.request import Generation, Request, TokenLogprobs
 from ddtree.engine.round_runner import EagerRunner, GraphRunner, RoundRunner
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.sequence import ModelPair, Sequence
@@ -181,10 +182,17 @@ class Engine:
             self._policy = NodeBudgetPolicy(costs, self.pair.block_size - 1)
         return self._policy
 
-    def prefill(self, pair: ModelPair, prompt_tokens: tuple[int, ...], chooser: TokenChooser) -> int:
+    def prefill(
+        self,
+        pair: ModelPair,
+        prompt_tokens: tuple[int, ...],
+        chooser: TokenChooser,
+        top_logprobs: int | None = None,
+    ) -> tuple[int, tuple[TokenLogprobs, ...]]:
         """Fill the pair's cache and drafter context from a prompt; returns the first new token.
 
-        The new token becomes the root: committed, its KV not yet in the cache.
+        The new token becomes the root: committed, its KV not yet in the cache. With it comes its
+        log-probability where `top_logprobs` asks for it, else ().
 
         Raises:
             CheckpointError: the logits are no numbers, as those of damaged weights.
@@ -203,12 +211,17 @@ class Engine:
         position = torch.tensor([len(prompt_tokens)], device=self.device)
         root_token = chooser.choose(logits, position)
         is_finite = logits[-1:].amax(-1).isfinite().to(root_token.dtype)  # [1]
-        first, has_logits = torch.cat((root_token, is_finite)).tolist()
+        parts, columns = [root_token, is_finite], 0
+        if top_logprobs is not None:
+            packed = pack_logprobs(logits[-1:], root_token, top_logprobs)  # [1, columns]
+            columns = packed.shape[1]
+            parts.append(packed[0])
+        first, has_logits, *said = torch.cat(parts).tolist()
         if not has_logits:
             self._refuse_logits()
         chooser.count(root_token)
         self.sequence.begin(first, len(prompt_tokens))
-        return int(first)
+        return first, unpack_logprobs(said, columns, (first,)) if columns else ()
 
     def _refuse_logits(self) -> NoReturn:
         with remake_hint(self.folder):

@@ -20,6 +20,7 @@ from ddtree.engine.decode_round import (
     draft,
     verify,
 )
+from ddtree.engine.logprobs import path_logprobs
 from ddtree.engine.readout import Readout, pack, unpack
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.sequence import ModelPair, Sequence
@@ -37,7 +38,13 @@ class RoundRunner(Protocol):
     last_round: Round
     has_captured: bool
 
-    def run(self, plan: DraftPlan, chooser: TokenChooser, budgets: tuple[int, ...]) -> Readout: ...
+    def run(
+        self,
+        plan: DraftPlan,
+        chooser: TokenChooser,
+        budgets: tuple[int, ...],
+        top_logprobs: int | None = None,
+    ) -> Readout: ...
 
 
 class EagerRunner:
@@ -49,11 +56,22 @@ class EagerRunner:
     def __init__(self, pair: ModelPair, sequence: Sequence) -> None:
         self._pair, self._sequence = pair, sequence
 
-    def run(self, plan: DraftPlan, chooser: TokenChooser, budgets: tuple[int, ...]) -> Readout:
+    def run(
+        self,
+        plan: DraftPlan,
+        chooser: TokenChooser,
+        budgets: tuple[int, ...],
+        top_logprobs: int | None = None,
+    ) -> Readout:
         """One round, and the host's knowledge of where the sequence stands brought up to date."""
-        finished = decode_round(self._pair, self._sequence, plan, chooser)
+        finished = decode_round(self._pair, self._sequence, plan, chooser, top_logprobs)
         vector = pack(finished, budgets)
-        readout = unpack(vector, self._pair.block_size, has_draft=plan.mode != Mode.AR)
+        readout = unpack(
+            vector,
+            self._pair.block_size,
+            has_draft=plan.mode != Mode.AR,
+            logprobs_shape=finished.logprobs_shape,
+        )
         assert self._sequence.start is not None
         self._sequence.start += len(readout.accept_tokens)
         self.last_round = finished
@@ -63,8 +81,8 @@ class EagerRunner:
 class GraphRunner:
     """The same steps as `decode_round`, captured as CUDA graphs once for each plan and key extent.
 
-    A round of a greedy request without penalties is one graph. Other requests accept eagerly between
-    two graphs, draft to verify and commit, since their processing varies.
+    A round of a greedy request without penalties or log-probabilities is one graph. Other requests
+    accept eagerly between two graphs, draft to verify and commit, since their processing varies.
     """
 
     last_round: Round
@@ -78,23 +96,35 @@ class GraphRunner:
         # Where an eager accept leaves the path for the commit graph to read.
         self._path = VerifyResult(row, row.clone(), row[:, 0].clone(), row[:, 0].clone())
 
-    def run(self, plan: DraftPlan, chooser: TokenChooser, budgets: tuple[int, ...]) -> Readout:
+    def run(
+        self,
+        plan: DraftPlan,
+        chooser: TokenChooser,
+        budgets: tuple[int, ...],
+        top_logprobs: int | None = None,
+    ) -> Readout:
         """Replay one round; the first round of a plan or of a longer extent captures it."""
         start = self._sequence.start
         assert start is not None
         extent = self._extent(start + max(plan.node_budget + 1, self._pair.block_size))
         is_plain_greedy = chooser.params.is_greedy and not chooser.params.changes_logits
+        is_one_graph = is_plain_greedy and top_logprobs is None
         self._sequence.start, self._sequence.kv_extent = None, extent
         self.has_captured = False
         if len(self._graphs) > MAX_GRAPHS:
             self._graphs.clear()
-        if is_plain_greedy:
+        if is_one_graph:
             key = ("round", plan, extent, budgets)
             finished, vector = self._replay(key, lambda: self._whole_round(plan, chooser, budgets))
         else:
-            finished = self._accept_between(plan, extent, chooser)
+            finished = self._accept_between(plan, extent, chooser, top_logprobs)
             vector = pack(finished, budgets)
-        readout = unpack(vector, self._pair.block_size, has_draft=plan.mode != Mode.AR)
+        readout = unpack(
+            vector,
+            self._pair.block_size,
+            has_draft=plan.mode != Mode.AR,
+            logprobs_shape=finished.logprobs_shape,
+        )
         self._sequence.start = start + len(readout.accept_tokens)
         self.last_round = finished
         return readout
@@ -109,7 +139,9 @@ class GraphRunner:
         built = build(draft(self._pair, self._sequence, plan), self._sequence, plan)
         return built, verify(self._pair, self._sequence, built)
 
-    def _accept_between(self, plan: DraftPlan, extent: int, chooser: TokenChooser) -> Round:
+    def _accept_between(
+        self, plan: DraftPlan, extent: int, chooser: TokenChooser, top_logprobs: int | None
+    ) -> Round:
         verify_key, commit_key = ("verify", plan, extent), ("commit", plan, extent)
         verify_graph, (built, verified) = self._captured(verify_key, lambda: self._draft_to_verify(plan))
         # Captured before the verify graph runs: warming up a commit moves KV, which may happen only once.
@@ -122,10 +154,11 @@ class GraphRunner:
         )
         verify_graph.replay()
         result = accept(built, verified, chooser, self._pair.block_size - 1)
+        logprobs = path_logprobs(verified.output.logits, result, top_logprobs)
         for kept, new in zip(self._path, result, strict=True):
             kept.copy_(new)
         commit_graph.replay()
-        return Round(built, result)
+        return Round(built, result, logprobs)
 
     def _extent(self, needed: int) -> int:
         """The step that holds `needed` key slots, at most the cache."""

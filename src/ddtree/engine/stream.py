@@ -11,7 +11,7 @@ from ddtree.config import Mode
 from ddtree.engine.inference import inference
 from ddtree.engine.planner import Planner
 from ddtree.engine.readout import Readout
-from ddtree.engine.request import Chunk, FinishReason, Generation
+from ddtree.engine.request import Chunk, FinishReason, Generation, TokenLogprobs
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.text import TextStream
 from ddtree.errors import DDTreeError
@@ -38,6 +38,7 @@ class TokenStream:
         self._text = TextStream(engine.tokenizer, request.sampling.stop)
         self._stats = GenerationStats(prompt_tokens=len(request.prompt_tokens))
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._finish: FinishReason | None = None
         self._cancelled = threading.Event()
         self._started = False
@@ -53,7 +54,7 @@ class TokenStream:
     def result(self) -> Generation:
         """What was generated, once the iteration has ended; a stream left early counts as cancelled."""
         finish = self._finish or FinishReason.CANCEL
-        return Generation(self._text.text, tuple(self._tokens), finish, self._stats)
+        return Generation(self._text.text, tuple(self._tokens), finish, self._stats, tuple(self._logprobs))
 
     def __iter__(self) -> Iterator[Chunk]:
         if self._started:
@@ -66,25 +67,28 @@ class TokenStream:
             self._engine.lock.release()
 
     def _run(self) -> Iterator[Chunk]:
-        begin = time.perf_counter()
+        request, begin = self._request, time.perf_counter()
         with inference(self._engine.device):
-            first = self._engine.prefill(self._pair, self._request.prompt_tokens, self._chooser)
+            first, logprobs = self._engine.prefill(
+                self._pair, request.prompt_tokens, self._chooser, request.top_logprobs
+            )
         self._stats.prefill_s = time.perf_counter() - begin
-        yield self._take((first,))
+        yield self._take((first,), logprobs)
         while self._finish is None:
             begin = time.perf_counter()
-            chunk = self._take(self._round())
+            readout = self._round()
+            chunk = self._take(readout.accept_tokens, readout.logprobs)
             # Text and stop checks are part of decoding; what the consumer does with a chunk is not.
             self._stats.decode_s += time.perf_counter() - begin
             yield chunk
 
-    def _round(self) -> tuple[int, ...]:
+    def _round(self) -> Readout:
         plan = self._planner.next_plan()
         prefix_len = len(self._request.prompt_tokens) + len(self._tokens) - 1
         begin = time.perf_counter()
         # Entered anew each round: inference mode must not leak to observers and consumers.
         with inference(self._engine.device):
-            readout = self._runner.run(plan, self._chooser, self._planner.budgets)
+            readout = self._runner.run(plan, self._chooser, self._planner.budgets, self._request.top_logprobs)
             self._chooser.count(self._runner.last_round.result.accept_tokens[0])
         round_s = time.perf_counter() - begin
         self._stats.verify_ct += 1
@@ -92,7 +96,7 @@ class TokenStream:
         if not self._runner.has_captured:  # a capture's time says nothing of the plan
             self._planner.learn(plan, readout, round_s * 1e3)
         self._observe(plan, readout, prefix_len, round_s * 1e3)
-        return readout.accept_tokens
+        return readout
 
     def _observe(self, plan: DraftPlan, readout: Readout, prefix_len: int, round_ms: float) -> None:
         observer = self._request.observer
@@ -123,8 +127,8 @@ class TokenStream:
             tuple(tree.log_probs[0, columns].tolist()),
         )
 
-    def _take(self, tokens: tuple[int, ...]) -> Chunk:
-        """Keep committed tokens up to the one that ends the request."""
+    def _take(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Chunk:
+        """Keep committed tokens, and their log-probabilities, up to the one that ends the request."""
         taken = 0
         for token in tokens:
             taken += 1
@@ -134,9 +138,10 @@ class TokenStream:
                 break
         if self._finish is None and self._cancelled.is_set():
             self._finish = FinishReason.CANCEL
+        self._logprobs += logprobs[:taken]
         self._stats.new_tokens = len(self._tokens)
         text = self._text.take() if self._finish is None else self._text.finish()
-        return Chunk(text, tokens[:taken], self._finish)
+        return Chunk(text, tokens[:taken], self._finish, logprobs[:taken])
 
     def _finish_reason(self, token: int) -> FinishReason | None:
         if token in self._stop_tokens:
