@@ -226,6 +226,9 @@ class PluginConfig:
     )
     metrics: bool = setting(True, "count rounds for Prometheus, where SGLang runs with --enable-metrics")
     check_ranks: bool = setting(False, "compare the trees of all tensor-parallel ranks each round; slow")
+    trace_file: str = setting(
+        "", "for debugging: file to which rank 0 writes every round (docs/traces.md); empty for none"
+    )
 
     def __post_init__(self) -> None:
         check(
@@ -244,6 +247,10 @@ class PluginConfig:
         for name in ("metrics", "check_ranks"):
             value = getattr(self, name)
             check(isinstance(value, bool), name, value, "true or false")
+        check(
+            isinstance(self.trace_file, str) and "\0" not in self.trace_file,
+            "trace_file", self.trace_file, "the path of a file, or empty for none",
+        )  # fmt: skip
 
     @property
     def num_candidates(self) -> int:
@@ -255,3 +262,58 @@ class PluginConfig:
     def verify_width(self, block_size: int) -> int:
         """Tokens of a request in a verify pass (W): the tree and its root, at least the drafter's block."""
         return block_size if self.mode == Mode.CHAIN else max(block_size, self.node_budget + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Where `ddtree serve` listens, whom it lets in and what it refuses to take on."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 is every network interface")
+    port: int = setting(8080, "TCP port (0: any free one)")
+    served_model_name: str = setting("", "name of the model in the API (default: of the engine's model)")
+    api_key_env: str = setting("", "environment variable that holds the API key which clients must send")
+    api_key_file: str = setting("", "file that holds the API key which clients must send")
+    max_queue: int = setting(128, "requests that may wait for the one that runs; more get 429")
+    request_timeout_s: float = setting(600.0, "seconds from a request's arrival to its end, waiting included")
+    shutdown_s: float = setting(30.0, "seconds that requests get to finish after SIGTERM or Ctrl-C")
+    max_body_bytes: int = setting(4 << 20, "largest body of a request; larger ones get 413")
+    mode: Mode = setting(Mode.TREE, "mode of requests that name none: ar, chain or tree")
+    node_budget: int | Literal["auto"] = setting("auto", "node budget of requests that name none")
+
+    def __post_init__(self) -> None:
+        check(
+            isinstance(self.host, str)
+            and self.host != "" and self.host.isascii() and self.host.isprintable(),
+            "host", self.host, "an address or a host name",
+        )  # fmt: skip
+        check(is_int(self.port) and 0 <= self.port <= 65535, "port", self.port, "from 0 (any) to 65535")
+        check(
+            isinstance(self.served_model_name, str)
+            and self.served_model_name.isprintable() and len(self.served_model_name) <= 200,
+            "served_model_name", self.served_model_name, "at most 200 printable characters",
+        )  # fmt: skip
+        for name in ("api_key_env", "api_key_file"):
+            check(isinstance(getattr(self, name), str), name, getattr(self, name), "a name")
+        check(
+            not (self.api_key_env and self.api_key_file),
+            "api_key_file", self.api_key_file, "not with api_key_env", "give one of them",
+        )  # fmt: skip
+        check(
+            is_int(self.max_queue) and 1 <= self.max_queue <= 100_000,
+            "max_queue",
+            self.max_queue,
+            "1 to 100000",
+        )
+        for name, low in (("request_timeout_s", 0.001), ("shutdown_s", 0.0)):
+            value = getattr(self, name)
+            check(is_number(value) and low <= value <= 86_400, name, value, f"seconds from {low:g} to 86400")
+        check(
+            is_int(self.max_body_bytes) and 1024 <= self.max_body_bytes <= 1 << 30,
+            "max_body_bytes", self.max_body_bytes, "from 1024 to 1073741824",
+        )  # fmt: skip
+        parse_mode(self.mode)
+        check(
+            self.node_budget == "auto" or is_int(self.node_budget),
+            "node_budget", self.node_budget, "a whole number or auto",
+        )  # fmt: skip
+        parse_budget(self.node_budget)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree.cli import demo, doctor, generate, train
+from ddtree.cli import baseline, compare, demo, doctor, generate, replay, serve, train
 from ddtree.cli.console import prepare_streams, write
 from ddtree.errors import ConfigError
 
@@ -23,8 +23,12 @@ app = typer.Typer(
 )
 app.command("generate", epilog=generate.EPILOG)(generate.generate)
 app.command("demo", epilog=demo.EPILOG)(demo.demo)
+app.command("serve", epilog=serve.EPILOG)(serve.serve)
 app.command("train", epilog=train.EPILOG)(train.train)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+app.command("baseline", epilog=baseline.EPILOG)(baseline.baseline)
+app.command("replay", epilog=replay.EPILOG)(replay.replay)
+app.command("compare", epilog=compare.EPILOG)(compare.compare)
 
 EPILOG = """Examples:
 
