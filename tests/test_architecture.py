@@ -12,7 +12,17 @@ import ddtree
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "ddtree"
 
-LEAVES = {"config", "dequantise", "errors", "model_cache", "models", "provenance", "resume_download", "stats"}
+LEAVES = {
+    "config",
+    "dequantise",
+    "errors",
+    "model_cache",
+    "models",
+    "provenance",
+    "resume_download",
+    "stats",
+    "trace_format",
+}
 PUBLIC = "names in ddtree.__all__"
 ROOMS = {
     "tree": set(),
@@ -21,6 +31,7 @@ ROOMS = {
     "engine": {"tree", "layers", "draft"},
     "server": {"engine"},
     "sglang_plugin": {"tree"},
+    "doctor": {"tree", "sglang_plugin", "draft"},
     "trace": {PUBLIC},
     "bench": {PUBLIC},
     "train": {"tree", "draft", PUBLIC},
@@ -31,6 +42,7 @@ ROOMS = {
         "engine",
         "server",
         "sglang_plugin",
+        "doctor",
         "trace",
         "bench",
         "train",
@@ -145,6 +157,8 @@ def test_imports_follow_the_rooms(path):
         ("bench", "from ddtree.engine.engine import Engine"),
         ("bench", "from ddtree import Hidden"),
         ("trace", "from ddtree.tree.draft_tree import DraftTree"),
+        ("doctor", "import sglang"),
+        ("doctor", "from ddtree.engine.engine import Engine"),
         ("cli", "from ddtree import Engine"),
         ("cli", "import torch"),
         ("stats", "def f():\n    import torch"),

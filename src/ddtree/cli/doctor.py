@@ -1,33 +1,32 @@
-"""`ddtree doctor`: whether DDTREE can run in an SGLang."""
+"""`ddtree doctor`: whether DDTREE will work here, and what to do where it will not."""
 
 from __future__ import annotations
 
-import os
-from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.text import Text
 
 from ddtree.cli.console import StdoutConsole, write, write_json
 from ddtree.cli.exit_codes import DOES_NOT_FIT
 from ddtree.errors import ConfigError
-from ddtree.provenance import package_version
 
 if TYPE_CHECKING:
-    from ddtree.sglang_plugin.contract import ContractReport
+    from ddtree.doctor.plan import Plan
+    from ddtree.doctor.report import Report
 
-NOT_INSTALLED = "SGLang is not installed in this Python; name a wheel or folder with --sglang-wheel"
+STYLES = {"ok": "green", "warn": "yellow", "error": "bold red"}
 
 EPILOG = """Examples:
 
 ddtree doctor
 
-ddtree doctor --sglang-wheel sglang-0.5.23-cp312-cp312-manylinux_2_34_x86_64.whl
+ddtree doctor --model Qwen/Qwen3-8B --drafter z-lab/Qwen3-8B-DFlash-b16 --max-requests 16 --context 32768
 
-ddtree doctor --sglang-wheel ~/sglang --json"""
+ddtree doctor --model smollm2-135m --compute-capability 12.0 --gpu-memory-gb 95 --json
+
+ddtree doctor --sglang-wheel sglang-0.5.23-cp312-cp312-manylinux_2_34_x86_64.whl"""
 
 
 def doctor(
@@ -35,52 +34,109 @@ def doctor(
     sglang_wheel: Annotated[
         str | None,
         typer.Option(
-            help="a wheel, source tree or site-packages folder to look at (default: the installed SGLang)",
+            help="look only at this wheel, source tree or site-packages folder (default: this machine "
+            "and the SGLang that would be imported)",
             metavar="PATH", rich_help_panel="SGLang",
         ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="target: a known name, a local folder or a Hugging Face name; asks about the "
+                     "pair, its memory and its flags", rich_help_panel="Pair"),
+    ] = None,
+    drafter: Annotated[
+        str,
+        typer.Option(help="DFlash drafter: auto (the one shipped for the model), a folder or a name",
+                     rich_help_panel="Pair"),
+    ] = "auto",
+    weights_gb: Annotated[
+        float | None,
+        typer.Option(help="the target's weights in GiB, where its files are not here", metavar="X",
+                     rich_help_panel="Pair"),
+    ] = None,
+    node_budget: Annotated[
+        int | None,
+        typer.Option(help="nodes of the tree, root not counted (default: the plugin's settings)", metavar="N",
+                     rich_help_panel="Plan"),
+    ] = None,
+    max_requests: Annotated[
+        int | None,
+        typer.Option(help="requests decoded at once (default: 48)", metavar="N", rich_help_panel="Plan"),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="tokens of a request, prompt and answer (default: the target's longest)",
+                     metavar="N", rich_help_panel="Plan"),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option(help="GPUs over which the target is split", metavar="N", rich_help_panel="Plan")
+    ] = 1,
+    kv_dtype: Annotated[
+        str, typer.Option(help="SGLang's --kv-cache-dtype", metavar="NAME", rich_help_panel="Plan")
+    ] = "auto",
+    mem_fraction: Annotated[
+        float | None,
+        typer.Option(help="SGLang's --mem-fraction-static (default: the largest that leaves room)",
+                     metavar="X", rich_help_panel="Plan"),
+    ] = None,
+    gpu_memory_gb: Annotated[
+        float | None,
+        typer.Option(help="memory of each GPU in GiB (default: this machine's)", metavar="X",
+                     rich_help_panel="Plan"),
+    ] = None,
+    compute_capability: Annotated[
+        str | None,
+        typer.Option(help="answer for a GPU of this compute capability, such as 9.0 or 12.0 (default: this "
+                     "machine's)", metavar="X.Y", rich_help_panel="Plan"),
     ] = None,
     as_json: Annotated[
         bool,
         typer.Option("--json", help="write one JSON object to standard output", rich_help_panel="Output"),
     ] = False,
 ) -> None:  # fmt: skip
-    """Check that SGLang has all that the plugin touches, without importing it.
+    """Tell whether DDTREE will work here, and what to do where it will not.
 
-    Without --sglang-wheel the plugin's settings, from DDTREE_CONFIG or ddtree.toml, are checked too. Ends
-    with 1 if DDTREE cannot run there, if no SGLang is installed, or if a setting is wrong; also where all
-    symbols fit but the version is unknown or untested, unless DDTREE_ALLOW_UNTESTED_SGLANG=1 is set. With
-    --json a mistake in the request, which ends with 2, is written as {"error": "..."} too.
+    Looks at torch and the GPUs, the SGLang that would be imported and whether its files were changed, the
+    hook contract, the plugin's settings and attention backends; with --model also at the pair, its memory
+    and the flags to start it with. Nothing of SGLang is imported, and no weights are downloaded.
+
+    Ends with 0 if nothing stops DDTREE (warnings do not), 1 if something does, 2 for a mistake in the
+    request. With --json a request that is not allowed gives {"error": "..."}; one that cannot be parsed
+    gives nothing on standard output.
     """
     try:
-        report = _contract(sglang_wheel)
+        from ddtree.doctor.plan import Plan
+
+        plan = Plan(
+            model=model, drafter=drafter, node_budget=node_budget, max_requests=max_requests,
+            context_tokens=context, gpu_memory_gb=gpu_memory_gb, mem_fraction=mem_fraction, tp_size=tp,
+            kv_dtype=kv_dtype, weights_gb=weights_gb, compute_capability=compute_capability,
+        )  # fmt: skip
+        report = _examine(plan, sglang_wheel)
     except ConfigError as error:
         if as_json:
             write_json({"error": str(error)})
         raise
-    settings = _settings() if sglang_wheel is None else None
     if as_json:
-        found = {"sglang": _as_json(report)}
-        write_json(found if settings is None else {**found, "settings": settings})
+        write_json(report.to_json())
     else:
-        if report is None:
-            write(f"{NOT_INSTALLED}\n")
-        else:
-            _show(report)
-        if settings is not None:
-            write(f"{_settings_line(settings)}\n")
-    if report is None or not report.is_ok or (settings is not None and not settings["fits"]):
+        _show(report)
+    if not report.fits:
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _contract(path: str | None) -> ContractReport | None:
-    """The contract held against the SGLang at a path, or the installed one; None where there is none."""
-    from ddtree.sglang_plugin.contract import check_source
-    from ddtree.sglang_plugin.contract_source import installed_package
+def _examine(plan: Plan, path: str | None) -> Report:
+    """The report on this machine, or on the SGLang at a path alone."""
+    from ddtree.doctor import examine
+    from ddtree.doctor.plan import Plan
 
-    if path is not None:
-        return check_source(_expanded(path))
-    installed = installed_package()
-    return check_source(installed, version=package_version("sglang")) if installed else None
+    if path is None:
+        return examine.examine(plan, examine.Surroundings())
+    if plan != Plan():
+        raise ConfigError(
+            "--sglang-wheel looks at an SGLang alone: leave out the flags about a pair and a plan, or it"
+        )
+    return examine.examine_source(_expanded(path))
 
 
 def _expanded(path: str) -> Path:
@@ -99,47 +155,20 @@ def _expanded(path: str) -> Path:
         raise ConfigError(f"--sglang-wheel {path!r} cannot be read: {error} Give {WANTED}") from None
 
 
-def _settings() -> dict[str, Any]:
-    """The plugin's settings as a server that is started here would read them, or what is wrong in them."""
-    from ddtree.sglang_plugin.settings import load_config
+def _show(report: Report) -> None:
+    """Folded to a terminal; in a pipe a sentence is a line."""
+    from ddtree.doctor.text import report_lines
 
-    try:
-        return {"fits": True, "values": asdict(load_config(os.environ, Path.cwd()))}
-    except ConfigError as error:
-        return {"fits": False, "error": str(error)}
-
-
-def _settings_line(settings: dict[str, Any]) -> str:
-    if not settings["fits"]:
-        return f"settings are wrong: {' '.join(settings['error'].split())}"
-    return f"settings: {', '.join(f'{name}={value}' for name, value in settings['values'].items())}"
-
-
-def _as_json(report: ContractReport | None) -> dict[str, Any]:
-    return report.to_json() if report else {"fits": False, "verdict": NOT_INSTALLED}
-
-
-def _show(report: ContractReport) -> None:
     console = StdoutConsole()
-    console.print(contract_table(report))
-    for line in [*report.problems, *report.warnings]:
-        console.print(line, soft_wrap=True)
-    console.print(report.verdict, soft_wrap=True)
-
-
-def contract_table(report: ContractReport) -> Table:
-    """One row a module of SGLang: how many symbols the plugin touches there, by what became of them."""
-    from ddtree.sglang_plugin.contract import Status
-
-    table = Table(
-        title=f"hook contract, SGLang {report.version or 'of unknown version'}", title_justify="left"
-    )
-    table.add_column("module")
-    for status in Status:
-        table.add_column(status, justify="right")
-    modules: dict[str, Counter[str]] = {}
-    for finding in report.findings:
-        modules.setdefault(finding.hook.path.partition(":")[0], Counter())[finding.status] += 1
-    for module, counts in sorted(modules.items()):
-        table.add_row(module, *(str(counts[status] or "") for status in Status))
-    return table
+    titles = {section.title for section in report.sections}
+    for level, line in report_lines(report, console.width if console.is_terminal else None):
+        # The first line of a finding leaves room for its level.
+        shown = f"  {level:<6}{line[8:]}" if level else line
+        if console.is_terminal:
+            text = Text(shown)
+            text.stylize(
+                STYLES[level] if level else "bold" if line in titles else "", 0, 8 if level else None
+            )
+            console.print(text, soft_wrap=True)
+        else:
+            write(f"{shown}\n")

@@ -1,7 +1,7 @@
 """What a command ends with besides 0."""
 
-TEXTS_DIFFER = 1  # of the demo
-DOES_NOT_FIT = 1  # of the doctor: DDTREE cannot run in that SGLang, or there is none
+TEXTS_DIFFER = 1  # of the demo, replay and compare
+DOES_NOT_FIT = 1  # of the doctor: something stops DDTREE
 USER_ERROR = 2
 UNFINISHED = 75  # of training: --max-seconds stopped it, run it again (EX_TEMPFAIL of sysexits)
 INTERRUPTED = 130  # the shell's code for a program ended by Ctrl-C
