@@ -63,6 +63,7 @@ test-gpu: ## with GPU_PYTHON, a Python that has SGLang: tests and checks that ne
 	$(GPU_PYTHON) -m pytest -q -m gpu $(PYTEST_ARGS)
 	$(GPU_CHECK)/check_sglang_kv_move.py --output $(GPU_RESULTS)/kv_move.json
 	$(GPU_CHECK)/check_sglang_replay.py --prompts 16 --faults kv mask positions --output $(GPU_RESULTS)/replay.json
+	$(GPU_CHECK)/check_sglang_draws.py --draws 20000 --fault-draws 20000 --plain-draws 5000 --output $(GPU_RESULTS)/draws.json
 	$(GPU_CHECK)/check_sglang_soak.py --minutes 2 --eps-from $(GPU_RESULTS)/replay.json --output $(GPU_RESULTS)/soak.json
 	$(GPU_CHECK)/bench_sglang.py --prompts 8 --repeats 1 --output $(GPU_RESULTS)/bench.json
 	$(GPU_CHECK)/profile_sglang_round.py --arms dflash ddtree:31 --concurrency 1 8 --output $(GPU_RESULTS)/profile.json

@@ -202,6 +202,37 @@ def sglang_soak(results: Results) -> Iterator[str]:
         )
 
 
+def sglang_draws(results: Results) -> Iterator[str]:
+    """Whether tokens that the server drew are distributed as the target says."""
+    verdict, cells = results["verdict"], results["cells"]
+    fair = {name: cell for name, cell in cells.items() if ", " not in name}
+    draws = " and ".join(f"{count:,} by {arm}" for arm, count in verdict["draws"].items())
+    yield (
+        f"Stock SGLang {release(results)} on a CPU with a test double of its attention backend serves a tiny "
+        f"target of known logits; {draws} through its scheduler, each held against its exact distribution "
+        f"after the request's own tokens. {verdict['tests']} G-tests, limit {verdict['limit']:.1e}, smallest "
+        f"p {verdict['smallest_p']:.3f}: **{'all pass' if verdict['passed'] else 'not all pass'}**. Rounds "
+        f"by correct drafts, from none: {', '.join(f'{n:,}' for n in verdict['rounds_by_correct_drafts'])}."
+    )
+    trees = [name for name in fair if name.startswith("ddtree")]
+    rows = []
+    for name in trees:
+        case, cell = name.partition(" ")[2], fair[name]
+        plain = fair.get(f"plain {case}")
+        rows.append([
+            case, f"{cell['draws']:,}", f"{cell['accept_length']:.2f}", len(cell["p_values"]),
+            f"{cell['smallest_p']:.3f}", "" if plain is None else f"{plain['smallest_p']:.3f}",
+        ])  # fmt: skip
+    yield table(
+        ["case", "draws", "accept length", "tests", "smallest p", "smallest p, plain SGLang, a tenth"], rows
+    )
+    found = "; ".join(
+        f"{name.partition(' ')[2]}: {f'p {p:.0e}' if p else 'p under 1e-300'}"
+        for name, p in verdict["faults_smallest_p"].items()
+    )
+    yield f"Faults planted in the running worker, a tenth of the draws each, all of which must fail: {found}."
+
+
 def sglang_kv_move(results: Results) -> Iterator[str]:
     """Whether KV compaction moves what it should."""
     yield (
@@ -254,6 +285,7 @@ SECTIONS = (
     ("Draft trees in stock SGLang: replay, SGLang 0.5.23", "sglang_replay_0523", sglang_replay),
     ("Draft trees in stock SGLang: mixed load", "sglang_soak", sglang_soak),
     ("Draft trees in stock SGLang: mixed load, pages of 16, grammar", "sglang_soak_page16", sglang_soak),
+    ("Draft trees in stock SGLang: draws through the scheduler", "sglang_draws", sglang_draws),
     ("Draft trees in stock SGLang: KV move", "sglang_kv_move", sglang_kv_move),
     ("Draft trees in stock SGLang 0.5.23, two repeats or one", "sglang_bench_0523", sglang_speed),
     ("Draft trees in stock SGLang 0.5.17, measured again", "sglang_bench_again", sglang_speed),
