@@ -21,7 +21,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common import SETS, load_prompts, paired_interval
+from common import SETS, load_prompts
+from ddtree.trace.statistics import paired_interval
 from sglang_common import (
     Clock,
     EngineDied,

@@ -25,7 +25,6 @@ from common import (
     load_engine,
     load_prompts,
     load_stock,
-    paired_interval,
     progress,
     write_results,
 )
@@ -33,6 +32,7 @@ from ddtree import Engine, Mode, Request, RoundStats, SamplingParams
 from ddtree.draft.dflash_model import DFlashDrafter
 from ddtree.engine.stock_target import StockTarget
 from ddtree.layers.window import Window
+from ddtree.trace.statistics import paired_interval
 from ddtree.tree.build_reference import build_draft_tree
 
 LARGEST_SHARE = 0.03

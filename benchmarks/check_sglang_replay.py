@@ -2,9 +2,10 @@
 
 Each arm answers prompts greedily and with a mix of sampling settings, at one request at a time and many at
 once. Then every finished output is teacher-forced through plain prefill of the target on transformers, in the
-same number format, and every emitted token is checked (`sglang_replay`). In float32 a token may miss the
-replay's own by 1e-3; in bfloat16 by twice the largest gap of plain SGLang's greedy outputs, which is measured
-first and shown. Only this project's plugin keys its noise, so sampled outputs of other arms are not replayed.
+same number format, and every emitted token is checked (`ddtree.trace.replay`). In float32 a token may miss
+the replay's own by 1e-3; in bfloat16 by twice the largest gap of plain SGLang's greedy outputs, which is
+measured first and shown. Only this project's plugin keys its noise, so sampled outputs of other arms are not
+replayed.
 An ending that stock SGLang 0.5.17 gives with any speculation (`is_overrun`) is counted apart.
 Tokens of some outputs are then exchanged: each such fault must be found. --faults spoils the last arm itself
 (`sglang_faults`): its largest gap must exceed eps tenfold. Exits 1 where a token is wrong, a text ended where
@@ -21,10 +22,17 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common import SETS, load_prompts
+from ddtree.trace import target
+from ddtree.trace.files import KEEPS_OVERRUN
+from ddtree.trace.judge import calibrated_eps, judge_outputs
+from ddtree.trace.outputs import Output
+from ddtree.trace.replay import Replayer
+from ddtree.tree.noise import keyed_gumbel
 from sglang_common import (
     Clock,
     EngineDied,
@@ -35,25 +43,10 @@ from sglang_common import (
     sglang_arguments,
 )
 from sglang_faults import FAULT_FILE, FAULTS, PLUGIN
-from sglang_replay import (
-    GAP_STEPS,
-    Output,
-    Replayer,
-    ending_problem,
-    is_overrun,
-    regex_masks,
-    swapped,
-)
+from sglang_replay import regex_masks
 
-FLOAT32_EPS = 1e-3
-# The largest of so many near ties says little about the largest of as many others.
-CALIBRATION_MARGIN = 2.0
-# Releases that keep what a round has behind an end token where the round reaches the length limit.
-KEEPS_OVERRUN = ("0.5.17",)
 FAULT_TIMES_EPS = 10
 FAULT_PROMPTS = 8
-PLANTED = 8  # outputs of an arm that get a planted fault
-PLANT_TOKENS = 16  # of an output that gets one: both orders of two tokens may be about as likely
 MIXES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
     {"temperature": 1.0},
@@ -135,45 +128,30 @@ def judge_cell(
 
     `overrun_tokens` is the longest round of an engine that keeps overruns, else 0.
     """
-    row: dict[str, Any] = {
-        "outputs": 0, "tokens": 0, "not_best": 0, "max_gap": 0.0, "violations": [], "endings": [],
-        "known_endings": [], "errors": [], "planted": 0, "planted_found": 0, "planted_smallest_gap": None,
-        "gaps_above": dict.fromkeys(map(str, GAP_STEPS), 0),
-    }  # fmt: skip
-    whole, outputs = [], []
+    errors: list[dict[str, Any]] = []
+    outputs: list[Output] = []
     for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
         if "error" in answer or not answer["tokens"]:
-            row["errors"].append({"output": index, "error": answer.get("error", "no tokens")})
-            continue
-        whole.append(index)
-        outputs.append(Output(request["tokens"], answer["tokens"], request["sampling"]))
-    for place, logits in replayer.logits(outputs):
-        index, output = whole[place], outputs[place]
-        request, answer = requests[index], answers[index]
-        verdict = replayer.judge(output, eps, logits)
-        row["outputs"] += 1
-        row["tokens"] += verdict.num_tokens
-        row["not_best"] += verdict.num_not_best
-        row["max_gap"] = max(row["max_gap"], verdict.max_gap)
-        for step, count in zip(row["gaps_above"], verdict.gaps_above, strict=True):
-            row["gaps_above"][step] += count
-        if verdict.first_violation is not None:
-            row["violations"].append(
-                {"output": index, "sampling": request["sampling"], "of_its_tokens": verdict.num_violations}
-                | verdict.first_violation._asdict()
-            )
-        problem = ending_problem(output, answer["finish"], replayer.stop_tokens, context_tokens)
-        if problem is not None:
-            known = is_overrun(output, answer["finish"], replayer.stop_tokens, overrun_tokens)
-            row["known_endings" if known else "endings"].append({"output": index, "problem": problem})
-        is_long = verdict.num_tokens >= PLANT_TOKENS
-        fault = swapped(output) if plant and is_long and row["planted"] < PLANTED else None
-        if fault is not None:
-            gap = replayer.judge(fault, eps).max_gap
-            row["planted"] += 1
-            row["planted_found"] += gap > eps
-            row["planted_smallest_gap"] = min(gap, row["planted_smallest_gap"] or gap)
-    return row
+            errors.append({"output": index, "error": answer.get("error", "no tokens")})
+        else:
+            asked = request["tokens"], answer["tokens"], request["sampling"]
+            outputs.append(Output(*asked, str(index), answer["finish"]))
+    judged = judge_outputs(
+        replayer, outputs, eps, context_tokens, plant=plant, overrun_tokens=overrun_tokens
+    )  # fmt: skip
+    report = judged.to_json()
+    names = ("outputs", "tokens", "not_best", "max_gap", "gaps_above", "planted", "planted_found",
+             "planted_smallest_gap")  # fmt: skip
+    return {name: report[name] for name in names} | {
+        "violations": [
+            {"output": int(name), "sampling": requests[int(name)]["sampling"], "of_its_tokens": number}
+            | asdict(violation)
+            for name, violation, number in judged.first_violations()
+        ],
+        "endings": [found | {"output": int(found["output"])} for found in report["endings"]],
+        "known_endings": [found | {"output": int(found["output"])} for found in report["known_endings"]],
+        "errors": errors,
+    }
 
 
 def block_size(args: argparse.Namespace) -> int:
@@ -192,13 +170,6 @@ def overruns_of(engine: dict[str, Any], round_tokens: int) -> int:
     return round_tokens if speculates and engine["sglang"] in KEEPS_OVERRUN else 0
 
 
-def calibrated_eps(dtype: str, gaps: Sequence[float]) -> float | None:
-    """Largest gap that is allowed; None in a 16-bit format without plain greedy outputs to measure it on."""
-    if dtype == "float32":
-        return FLOAT32_EPS
-    return CALIBRATION_MARGIN * max(gaps) if gaps and max(gaps) > 0 else None
-
-
 def is_lossless(row: dict[str, Any]) -> bool:
     """Whether a judged cell has no wrong token, ending or error, and no planted fault that passed."""
     wrong = row["violations"] or row["endings"] or row["errors"]
@@ -207,24 +178,11 @@ def is_lossless(row: dict[str, Any]) -> bool:
 
 def load_replayer(args: argparse.Namespace) -> Replayer:
     """The target on transformers, in the engines' number format, on a GPU where there is one."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-
-    from ddtree.models import resolve_target
-
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    folder = resolve_target(args.model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, args.dtype), attn_implementation="sdpa"
-    )
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ends = GenerationConfig.from_pretrained(folder).eos_token_id
-    stop_tokens = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    masks = None
+    replayer = target.load_replayer(args.model, args.dtype, noise=keyed_gumbel)
     if args.grammar_backend == "xgrammar":
-        masks = regex_masks(tokenizer, model.config.vocab_size, sorted(stop_tokens))
-    return Replayer(model.to(device).eval(), sorted(stop_tokens), masks)
+        tokenizer = target.load_tokenizer(args.model)
+        replayer.make_masks = regex_masks(tokenizer, replayer.vocab_size, replayer.stop_tokens)
+    return replayer
 
 
 def judge_all(

@@ -4,11 +4,11 @@ Waves of requests at a fixed concurrency, all drawn from one seed: prompts and o
 greedy and every sampling setting, streamed or not, some cut off after a random time, and in each wave two
 greedy requests side by side that run into the context limit. After each wave the prefix cache is emptied and
 the pool must be whole again; SGLang's own check of its pools, which ends the server on a leak, runs then too.
-Afterwards every finished request is replayed (`sglang_replay`). The allowed gap of a 16-bit format comes from
-a file of `check_sglang_replay.py`, or better from a run of this program with `--arm plain`, whose greedy
-outputs are as many: twice their largest gap. Outputs are kept in --output after each wave, so that a killed
-run goes on where it was. Exits 1 on a death, a leak, a failed request or a wrong token. Needs a GPU and
-SGLang.
+Afterwards every finished request is replayed (`ddtree.trace.replay`). The allowed gap of a 16-bit format
+comes from a file of `check_sglang_replay.py`, or better from a run of this program with `--arm plain`, whose
+greedy outputs are as many: twice their largest gap. Outputs are kept in --output after each wave, so that a
+killed run goes on where it was. Exits 1 on a death, a leak, a failed request or a wrong token. Needs a GPU
+and SGLang.
 
     python benchmarks/check_sglang_soak.py --minutes 8 --arm plain --output results/sglang_soak_plain.json
     python benchmarks/check_sglang_soak.py --minutes 8 --eps-from results/sglang_soak_plain.json \\
@@ -30,9 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from check_sglang_replay import (
-    FLOAT32_EPS,
     block_size,
-    calibrated_eps,
     is_lossless,
     judge_cell,
     load_replayer,
@@ -41,8 +39,9 @@ from check_sglang_replay import (
     sampled_parameters,
 )
 from common import SETS, load_prompts
+from ddtree.trace.judge import FLOAT32_EPS, calibrated_eps
+from ddtree.trace.replay import Replayer
 from sglang_common import EngineDied, EngineProcess, Results, chat_prompts, engines, sglang_arguments
-from sglang_replay import Replayer
 
 MAX_TOKENS = (1, 2, 7, 24, 64, 128, 256)
 # Room that a request has when it starts towards the context limit.

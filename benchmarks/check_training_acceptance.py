@@ -26,7 +26,6 @@ from common import (
     load_engine,
     load_prompts,
     load_stock,
-    paired_interval,
     progress,
     write_results,
 )
@@ -34,6 +33,7 @@ from ddtree import Engine, Mode, Request, SamplingParams
 from ddtree.draft.dflash_config import DFlashConfig
 from ddtree.draft.load import read_weights
 from ddtree.models import resolve_drafter
+from ddtree.trace.statistics import paired_interval
 from ddtree.train.acceptance import (
     AcceptanceTable,
     Column,

@@ -1,11 +1,10 @@
-"""What the benchmark programs share: prompts, results files, intervals."""
+"""What the benchmark programs share: prompts and results files."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -71,28 +70,6 @@ def write_results(output: Path | None, results: dict[str, Any]) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         report = {"provenance": provenance(), **results}
         output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def paired_interval(
-    first: Sequence[float], second: Sequence[float], weights: Sequence[tuple[float, float]] | None = None,
-    repeats: int = 10_000, seed: int = 0,
-) -> tuple[float, float]:  # fmt: skip
-    """95 % bootstrap interval of mean(first) - mean(second) over prompts drawn together.
-
-    With `weights` the entries are tokens and the weights rounds, so that the means are pooled
-    accept lengths: tokens of the drawn prompts over their rounds.
-    """
-    rounds = weights or [(1.0, 1.0)] * len(first)
-    generator = random.Random(seed)
-    indices = range(len(first))
-    differences = []
-    for _ in range(repeats):
-        drawn = generator.choices(indices, k=len(first))
-        mean_first = sum(first[i] for i in drawn) / sum(rounds[i][0] for i in drawn)
-        mean_second = sum(second[i] for i in drawn) / sum(rounds[i][1] for i in drawn)
-        differences.append(mean_first - mean_second)
-    differences.sort()
-    return differences[int(0.025 * repeats)], differences[int(0.975 * repeats) - 1]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What check_sglang_replay asks for and how it judges a cell; the replay itself is in test_sglang_replay."""
+"""What check_sglang_replay asks for and how it judges a cell; the replay itself is in tests/trace."""
 
 import argparse
 
@@ -8,7 +8,6 @@ import torch
 from check_sglang_replay import (
     MIXES,
     block_size,
-    calibrated_eps,
     cell_name,
     is_lossless,
     judge_all,
@@ -19,8 +18,8 @@ from check_sglang_replay import (
     sampled_parameters,
     texts_as_plain,
 )
+from ddtree.trace.replay import Replayer
 from sglang_common import Results
-from sglang_replay import Replayer
 from tiny_models import tiny_qwen3
 
 STOP = (2,)
@@ -114,13 +113,6 @@ def test_short_outputs_get_no_planted_fault(model):
     requests, answers = greedy_requests(length=15), greedy_answers(model, length=15)
     row = judge_cell(Replayer(model, STOP), requests, answers, 1e-3, 512, plant=True)
     assert (row["outputs"], row["planted"]) == (3, 0)
-
-
-def test_eps_is_fixed_in_float32_and_measured_in_bfloat16():
-    assert calibrated_eps("float32", []) == 1e-3
-    assert calibrated_eps("bfloat16", [0.125, 0.25]) == 0.5
-    assert calibrated_eps("bfloat16", []) is None
-    assert calibrated_eps("bfloat16", [0.0]) is None
 
 
 def test_all_cells_are_judged_with_the_plain_arms_eps(model, tmp_path):

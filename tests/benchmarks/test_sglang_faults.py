@@ -9,11 +9,11 @@ import torch
 import ddtree
 from check_sglang_replay import judge_faults
 from ddtree.sglang_plugin.draft_sampler import DraftedTrees
+from ddtree.trace.replay import GAP_STEPS
 from ddtree.tree import DraftTree
 from ddtree.tree.layout import ancestor_mask, retrieve_links
 from sglang_common import Results
 from sglang_faults import FAULT_FILE, FAULTS, by_column, causal_like, plant
-from sglang_replay import GAP_STEPS
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ class Judge:
 
     def judge(self, output, eps, logits=None):
         return types.SimpleNamespace(
-            num_tokens=1, num_not_best=1, max_gap=self.gap, num_violations=1, first_violation=None,
+            num_tokens=1, num_not_best=1, max_gap=self.gap, violations=(),
             gaps_above=(0,) * len(GAP_STEPS),
         )  # fmt: skip
 

@@ -204,10 +204,11 @@ REQUESTS: Rows = (
     *since("0.5.19", fields(f"{SCHEDULE}:ScheduleBatch", "can_run_decode_cuda_graph")),
     *fields(
         f"{SCHEDULE}:Req",
-        "custom_logit_processor eos_token_ids kv lora_id origin_input_ids output_ids return_hidden_states "
-        "return_indexer_topk return_logprob return_routed_experts return_sampling_mask rid sampling_params "
-        "to_finish tokenizer",
+        "custom_logit_processor eos_token_ids finished_reason kv lora_id origin_input_ids output_ids "
+        "output_ids_through_stop return_hidden_states return_indexer_topk return_logprob "
+        "return_routed_experts return_sampling_mask rid sampling_params to_finish tokenizer",
     ),
+    *called(f"{SCHEDULE}:BaseFinishReason.to_json"),
     *called(f"{SCHEDULE}:FINISH_ABORT", "message, status_code, err_type"),
     *since("0.5.19", fields(f"{SCHEDULE}:Req", "beam_group")),
     *until("0.5.18", fields(f"{SCHEDULE}:Req", "req_pool_idx")),
@@ -215,8 +216,9 @@ REQUESTS: Rows = (
     *fields(f"{SCHEDULE}:ReqKvInfo", "kv_allocated_len"),
     *fields(
         f"{SAMPLING}.sampling_params:SamplingParams",
-        "frequency_penalty min_new_tokens min_p presence_penalty repetition_penalty sampling_seed "
-        "stop_token_ids temperature top_k top_p",
+        "ebnf frequency_penalty ignore_eos json_schema logit_bias max_new_tokens min_new_tokens min_p "
+        "presence_penalty regex repetition_penalty sampling_seed stop_regex_strs stop_strs stop_token_ids "
+        "structural_tag temperature top_k top_p",
     ),
     *since("0.5.22", fields(f"{SAMPLING}.sampling_params:SamplingParams", "watermark")),
     *fields(

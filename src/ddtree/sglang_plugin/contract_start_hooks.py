@@ -148,7 +148,7 @@ SETTINGS: Rows = (
     *called("sglang.srt.configs.model_config:is_hybrid_swa_model", "model_architectures, hf_text_config"),
     *fields(
         MODEL_CONFIG,
-        "attention_arch context_len has_attention_sinks hf_config hf_text_config vocab_size",
+        "attention_arch context_len has_attention_sinks hf_config hf_text_config model_path vocab_size",
     ),
     *called("sglang.srt.utils.hf_transformers_utils:get_config", "model, trust_remote_code=, revision="),
     *called(f"{SPECULATIVE}.dflash_utils:parse_dflash_draft_config", "draft_hf_config="),

@@ -94,6 +94,10 @@ class SamplingState:
             self._requests = requests
         return self._sampling
 
+    def seed_of(self, req: Any) -> int:
+        """The seed of the noise of SGLang's `req`."""
+        return request_seed(req.sampling_params.sampling_seed, req.rid, self.server_seed)
+
     def restart_counts(self, reqs: list[Any], seq_lens: list[int]) -> None:
         """Count what requests with penalties have put out before this prefill, up to `seq_lens` tokens.
 

@@ -37,6 +37,7 @@ from ddtree.sglang_plugin.metrics import make_round_metrics
 from ddtree.sglang_plugin.request_checks import abort_refused_requests
 from ddtree.sglang_plugin.sampling_state import SamplingState, warm_up
 from ddtree.sglang_plugin.settings import plugin_config
+from ddtree.sglang_plugin.trace_writer import make_round_tracer
 from ddtree.sglang_plugin.verify_mask import TREE_TOPK, mask_numel, write_verify_mask
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,12 @@ class DDTreeWorkerV2(DFlashWorkerV2):
             block_size=self.block_size,
             device=torch.device(self.device),
         )
+        self._tracer = make_round_tracer(
+            self.config,
+            self,
+            tp_rank=self.group.rank_in_group,
+            seed_of=self._sampling.seed_of,
+        )
 
     def init_attention_backends(self) -> None:
         """The drafter's backend sees a block without a tree. What graphs need is made here, before any."""
@@ -162,6 +169,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):
         """Count a round whose accept lengths have reached the host."""
         if self._metrics is not None:
             self._metrics.observe(num_correct_drafts_per_req)
+        if self._tracer is not None:
+            self._tracer.arrive()
 
     # -- a round ---------------------------------------------------------------------------------
 
@@ -175,6 +184,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):
         """A prefill, or a round of decoding: draft, verify, choose, accept, commit."""
         if batch.forward_mode.is_extend() or batch.is_extend_in_batch:
             abort_refused_requests(batch.reqs, supports_logprobs=compat.SUPPORTS_LOGPROBS)
+            if self._tracer is not None:
+                self._tracer.see(batch.reqs)
             self._first_token.stage(batch)
             return super().forward_batch_generation(batch, on_publish, grammar_barrier)
         if batch.forward_mode.is_idle():
@@ -193,6 +204,7 @@ class DDTreeWorkerV2(DFlashWorkerV2):
     ) -> GenerationBatchResult:
         clamp_lens(batch, self.model_runner.model_config.context_len)
         bs, prefix_lens = len(batch.seq_lens), batch.seq_lens  # [bs] committed tokens: the roots' positions
+        begin = None if self._tracer is None else self._tracer.begin(prefix_lens.device)
         window = compat.KVWindow(self, batch, self.num_verify_tokens)
         trees, has_mask = self._draft(batch, window)
         if self.config.check_ranks:
@@ -213,6 +225,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):
             hidden = out.logits_output.hidden_states
             self._commit_path(window.slots, window.draft_slots(self.block_size), prefix_lens, hidden, path)
         self._record(batch, out.logits_output, target_tokens, path)
+        if self._tracer is not None and begin is not None:
+            self._tracer.add(batch.reqs, trees.tree.tokens[:, 0], prefix_lens, path, begin)
         return GenerationBatchResult(
             logits_output=out.logits_output,
             next_token_ids=path.tokens.reshape(-1),

@@ -1,25 +1,20 @@
 """Replay passes what plain decoding says, and catches what it does not say."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-import sglang_replay
-from ddtree.tree.noise import reference_uniform
-from sglang_replay import (
-    EXCLUDED,
-    Output,
-    Replayer,
-    Sampling,
-    batches,
-    ending_problem,
-    gaps,
-    is_overrun,
-    kept_sets,
-    swapped,
-)
-from tiny_models import tiny_qwen3
+from ddtree.config import SamplingParams
+from ddtree.trace import replay
+from ddtree.trace.choice import EXCLUDED, gaps, kept_sets, token_counts
+from ddtree.trace.outputs import Output, Sampling
+from ddtree.trace.replay import Replayer, batches, swapped
+from ddtree.tree.noise import keyed_gumbel, reference_uniform
+from engine_kit import PROMPT as ENGINE_PROMPT
+from engine_kit import VOCAB_SIZE, plain, tiny_target
+from tiny_models import tiny_llama, tiny_qwen3
 
 PROMPT = [5, 17, 91, 33, 8]
 STOP = (2,)
@@ -51,8 +46,12 @@ def model():
     return tiny_qwen3(vocab_size=97)
 
 
+def replayer(model):
+    return Replayer(model, STOP, noise=keyed_gumbel)
+
+
 def test_outputs_replayed_together_have_their_own_logits(model, monkeypatch):
-    monkeypatch.setattr(sglang_replay, "BATCH_TOKENS", 48)
+    monkeypatch.setattr(replay, "BATCH_TOKENS", 48)
     generator = torch.Generator().manual_seed(0)
     sizes = [(5, 9), (1, 1), (11, 3), (2, 30), (30, 2), (5, 4), (1, 12), (60, 7)]
     draws = [torch.randint(97, (n + m,), generator=generator).tolist() for n, m in sizes]
@@ -60,7 +59,7 @@ def test_outputs_replayed_together_have_their_own_logits(model, monkeypatch):
         Output(tokens[:n], tokens[n:], MIXES["greedy"]) for (n, _), tokens in zip(sizes, draws, strict=True)
     ]
     assert max(map(len, batches(outputs))) > 1
-    together = dict(Replayer(model, STOP).logits(outputs))
+    together = dict(replayer(model).logits(outputs))
     assert sorted(together) == list(range(len(outputs)))
     for index, output in enumerate(outputs):
         context = torch.tensor([[*output.prompt, *output.tokens[:-1]]])
@@ -72,7 +71,7 @@ def test_outputs_replayed_together_have_their_own_logits(model, monkeypatch):
 def test_counts_are_of_the_tokens_before_a_place():
     tokens = [3, 1, 3, 3, 0, 1]
     for begin, end in ((0, 6), (2, 5), (5, 6), (0, 1)):
-        counts = sglang_replay.token_counts(tokens, begin, end, 5, "cpu")
+        counts = token_counts(tokens, begin, end, 5, "cpu")
         assert counts.tolist() == [
             [tokens[:place].count(token) for token in range(5)] for place in range(begin, end)
         ]
@@ -90,8 +89,8 @@ def plain_choice(logits, output, sampling, position):
             )
         if token in STOP and len(output) < sampling.min_new_tokens:
             values[token] = -math.inf
-        values[token] += (sampling.logit_bias or {}).get(str(token), 0.0)
-    if sampling.temperature == 0 or sampling.top_k == 1:
+        values[token] += sampling.logit_bias.get(token, 0.0)
+    if sampling.is_greedy("sglang"):
         return max(range(len(values)), key=lambda token: (values[token], -token))
     values = [value / sampling.temperature for value in values]
     order = sorted(range(len(values)), key=lambda token: (-values[token], token))
@@ -103,7 +102,7 @@ def plain_choice(logits, output, sampling, position):
         mass += share
         if not keeps or share < sampling.min_p * math.exp(values[order[0]]) / total:
             continue
-        noise = -math.log(-math.log(reference_uniform(sampling.sampling_seed, position, token)))
+        noise = -math.log(-math.log(reference_uniform(sampling.seed, position, token)))
         if values[token] + noise > best_score:
             best, best_score = token, values[token] + noise
     return best
@@ -126,8 +125,8 @@ def decode(model, parameters, length=40, late=0, noise_offset=0, causal_break=No
 
 @pytest.mark.parametrize("name", MIXES)
 def test_plain_decoding_replays(model, name, monkeypatch):
-    monkeypatch.setattr(sglang_replay, "ROWS", 16)  # an output is more than one part
-    verdict = Replayer(model, STOP).judge(decode(model, MIXES[name]), EPS)
+    monkeypatch.setattr(replay, "ROWS", 16)  # an output is more than one part
+    verdict = replayer(model).judge(decode(model, MIXES[name]), EPS)
     assert verdict.num_tokens == 40
     assert verdict.num_violations == 0
     assert verdict.max_gap < EPS / 10
@@ -137,7 +136,7 @@ def test_plain_decoding_replays(model, name, monkeypatch):
 def test_swapped_tokens_are_caught(model, name):
     fault = swapped(decode(model, MIXES[name]))
     assert fault is not None
-    verdict = Replayer(model, STOP).judge(fault, EPS)
+    verdict = replayer(model).judge(fault, EPS)
     assert verdict.max_gap > 10 * EPS
     assert verdict.first_violation.emitted == fault.tokens[verdict.first_violation.index]
 
@@ -155,7 +154,7 @@ def test_swapped_tokens_are_caught(model, name):
     ],
 )
 def test_a_fault_of_the_engine_is_caught(model, name, fault):
-    verdict = Replayer(model, STOP).judge(decode(model, MIXES[name], **fault), EPS)
+    verdict = replayer(model).judge(decode(model, MIXES[name], **fault), EPS)
     assert verdict.max_gap > 10 * EPS
 
 
@@ -176,14 +175,14 @@ def test_a_fault_of_the_engine_is_caught(model, name, fault):
 def test_an_ignored_parameter_is_caught(model, name, ignored):
     output = decode(model, MIXES[name] | ignored)
     claimed = Output(output.prompt, output.tokens, MIXES[name])
-    assert Replayer(model, STOP).judge(claimed, EPS).max_gap > 10 * EPS
+    assert replayer(model).judge(claimed, EPS).max_gap > 10 * EPS
 
 
 def test_a_violation_says_where_and_what(model):
     output = decode(model, MIXES["greedy"])
     tokens = list(output.tokens)
     tokens[25] = (tokens[25] + 1) % 97
-    first = Replayer(model, STOP).judge(Output(PROMPT, tokens, MIXES["greedy"]), EPS).first_violation
+    first = replayer(model).judge(Output(PROMPT, tokens, MIXES["greedy"]), EPS).first_violation
     assert (first.index, first.position) == (25, 30)
     assert (first.emitted, first.expected) == (tokens[25], output.tokens[25])
 
@@ -220,13 +219,13 @@ def test_sets_kept_are_bounds():
 def test_a_filtered_token_is_excluded_and_its_noise_does_not_count():
     logits = torch.tensor([[5.0, 0.0, 0.0]]).repeat(200, 1)
     positions = torch.arange(200)
-    sampling = Sampling(top_k=1 + 1, temperature=4.0, sampling_seed=1)
+    sampling = Sampling(top_k=1 + 1, temperature=4.0, seed=1)
     for token in (0, 1):
-        gap, _ = gaps(logits, torch.full((200,), token), positions, sampling, 1e-6)
+        gap, _ = gaps(logits, torch.full((200,), token), positions, sampling, 1e-6, keyed_gumbel)
         assert (gap == 0).any()
         assert (gap < EXCLUDED).all()
-    only = Sampling(top_p=1e-4, temperature=4.0, sampling_seed=1)
-    gap, best = gaps(logits, torch.full((200,), 1), positions, only, 1e-6)
+    only = Sampling(top_p=1e-4, temperature=4.0, seed=1)
+    gap, best = gaps(logits, torch.full((200,), 1), positions, only, 1e-6, keyed_gumbel)
     assert (gap == EXCLUDED).all()
     assert (best == 0).all()
 
@@ -240,51 +239,73 @@ def test_masked_tokens_are_excluded(model):
         return masks.scatter_(1, tokens.unsqueeze(1), False)
 
     masked = Output(output.prompt, output.tokens, {"temperature": 0.0, "regex": "a"})
-    assert Replayer(model, STOP, all_but_emitted).judge(masked, EPS).max_gap == EXCLUDED
+    assert Replayer(model, STOP, make_masks=all_but_emitted).judge(masked, EPS).max_gap == EXCLUDED
     with pytest.raises(ValueError, match="make_masks"):
-        Replayer(model, STOP).judge(masked, EPS)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "sampling", "finish", "problem"),
-    [
-        ([5, 6], {"max_new_tokens": 2}, {"type": "length"}, None),
-        ([5], {"max_new_tokens": 2}, {"type": "length"}, "after 1 tokens"),
-        ([5] * 94, {"max_new_tokens": None}, {"type": "length"}, None),
-        ([5] * 90, {"max_new_tokens": None}, {"type": "length"}, "after 90"),
-        ([5, 2], {"max_new_tokens": 9}, {"type": "stop", "matched": 2}, None),
-        ([5, 6], {"max_new_tokens": 9}, {"type": "stop", "matched": 2}, "last one is 6"),
-        ([5, 6], {"max_new_tokens": 9}, {"type": "stop", "matched": 6}, "ended by token 6"),
-        ([5, 6], {"max_new_tokens": 9, "stop_token_ids": [6]}, {"type": "stop", "matched": 6}, None),
-        ([5, 2, 6], {"max_new_tokens": 3}, {"type": "length"}, "place 1"),
-        ([5, 2, 6], {"max_new_tokens": 3, "ignore_eos": True}, {"type": "length"}, None),
-        ([5, 6], {"max_new_tokens": 9}, {"type": "stop", "matched": "text"}, None),
-        ([5, 6], {"max_new_tokens": 9}, {"type": "abort"}, "abort"),
-    ],
-)
-def test_endings(tokens, sampling, finish, problem):
-    found = ending_problem(Output(PROMPT, tokens, sampling), finish, STOP, context_tokens=101)
-    assert (problem is None) if found is None else (problem is not None and problem in found)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "changes", "ended_by", "known"),
-    [
-        ([5, 2, 6, 7], {}, "length", True),
-        ([5, 6, 2, 7, 8, 9], {}, "length", True),  # a round of four from the end token to the limit
-        ([5, 2, 6, 7, 8, 9], {}, "length", False),  # one of four cannot have both
-        ([2, 6, 7, 8], {}, "length", False),  # prefill's token came alone
-        ([5, 6, 7, 2], {}, "length", False),
-        ([5, 2, 6, 7], {"ignore_eos": True}, "length", False),
-        ([5, 2, 6, 7], {"max_new_tokens": 5}, "length", False),
-        ([5, 2, 6, 7], {}, "stop", False),
-    ],
-)
-def test_overruns_are_told_from_missed_end_tokens(tokens, changes, ended_by, known):
-    output = Output(PROMPT, tokens, {"max_new_tokens": len(tokens)} | changes)
-    assert is_overrun(output, {"type": ended_by}, STOP, round_tokens=4) is known
-    assert not is_overrun(output, {"type": ended_by}, STOP, round_tokens=0)
+        replayer(model).judge(masked, EPS)
 
 
 def test_equal_tokens_cannot_be_swapped():
     assert swapped(Output(PROMPT, [4, 4, 4], {})) is None
+
+
+# -- the embedded engine ---------------------------------------------------------------------------
+
+EMBEDDED = {
+    "greedy": SamplingParams(),
+    "warm": SamplingParams(temperature=1.0, seed=-5),
+    "top-k": SamplingParams(temperature=0.9, top_k=9, seed=2**62),
+    "top-p": SamplingParams(temperature=1.0, top_p=0.7, seed=3),
+    "both": SamplingParams(temperature=1.2, top_k=12, top_p=0.8, seed=4),
+    "min-p": SamplingParams(temperature=1.0, min_p=0.05, seed=5),
+    "penalties": SamplingParams(
+        temperature=0.8, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.4, seed=6
+    ),
+    "greedy repetition": SamplingParams(repetition_penalty=1.5),
+    "bias": SamplingParams(logit_bias={7: 4.0, 40: -3.0}, repetition_penalty=1.3, temperature=1.0, seed=7),
+}
+
+
+@pytest.fixture(scope="module")
+def engine_model():
+    return tiny_llama(vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def answers(engine_model, tmp_path_factory):
+    """The engine's plain answer to each mix, as an output."""
+    target = tiny_target(tmp_path_factory.mktemp("target"), engine_model)
+
+    def answer(name):
+        sampling = dataclasses.replace(EMBEDDED[name], max_tokens=40)
+        tokens = plain(target, sampling).tokens
+        return Output(ENGINE_PROMPT, tokens, dataclasses.asdict(sampling), name, order="embedded")
+
+    return answer
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_the_engines_answers_replay_in_its_own_order(engine_model, answers, name):
+    verdict = replayer(engine_model).judge(answers(name), EPS)
+    assert (verdict.num_tokens, verdict.num_violations) == (40, 0)
+    assert verdict.max_gap < EPS / 10
+
+
+@pytest.mark.parametrize("name", ["both", "penalties", "bias", "greedy repetition"])
+def test_the_other_order_is_another_choice(engine_model, answers, name):
+    output = dataclasses.replace(answers(name), order="sglang")
+    assert output.read_sampling().depends_on_order
+    assert replayer(engine_model).judge(output, EPS).max_gap > 10 * EPS
+
+
+def test_shares_of_top_p_are_of_what_top_k_keeps():
+    scaled = torch.tensor([[2.0, 1.0, 0.5, 0.4]])  # shares 0.55, 0.20, 0.12, 0.11
+    sampling = Sampling(top_k=2, top_p=0.6)
+    embedded, _ = kept_sets(scaled, sampling, 1e-4, "embedded")
+    sglang, _ = kept_sets(scaled, sampling, 1e-4, "sglang")
+    assert embedded.tolist() == [[True, False, False, False]]  # 0.73 of the two come before the second
+    assert sglang.tolist() == [[True, True, False, False]]
+
+
+def test_a_draw_without_noise_or_seed_is_refused(engine_model, answers):
+    with pytest.raises(ValueError, match="noise and a seed"):
+        Replayer(engine_model, STOP).judge(answers("warm"), EPS)

@@ -1,0 +1,79 @@
+"""Writes the tables in docs/traces.md: of the format from its dataclasses, of the cost from its results file.
+
+Run: python scripts/make_trace_docs.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING
+from pathlib import Path
+
+from ddtree.trace_format import FIELDS, FORMAT, TYPE_NAMES, VERSION, TraceHeader
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "traces.md"
+RESULTS = ROOT / "results" / "trace_overhead.json"
+HEAD = "| field | kind | always there | meaning |\n| --- | --- | --- | --- |\n"
+
+
+def render(page: str) -> str:
+    """The page with its tables made anew."""
+    for record_type in FIELDS:
+        page = replace_part(page, TYPE_NAMES.get(record_type, "header"), table(record_type))
+    return replace_part(page, "overhead", overhead())
+
+
+def replace_part(page: str, name: str, text: str) -> str:
+    begin, end = f"<!-- {name}: made by scripts/make_trace_docs.py -->\n", f"<!-- end of {name} -->\n"
+    before, _, rest = page.partition(begin)
+    _, _, after = rest.partition(end)
+    return before + begin + text + end + after
+
+
+def table(record_type: type) -> str:
+    """The fields of one type of line."""
+    if record_type is TraceHeader:
+        rows = [
+            f'| `format` | text | yes | `"{FORMAT}"` |',
+            f"| `version` | int | yes | `{VERSION}` |",
+        ]
+    else:
+        rows = [f'| `type` | text | yes | `"{TYPE_NAMES[record_type]}"` |']
+    for spec in FIELDS[record_type]:
+        is_always = "yes" if spec.default is MISSING else ""
+        rows.append(f"| `{spec.name}` | {spec.metadata['kind']} | {is_always} | {spec.metadata['help']} |")
+    return HEAD + "".join(f"{row}\n" for row in rows)
+
+
+def overhead() -> str:
+    """What traced requests took beyond untraced ones."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    alone, machine = results["summary_round_alone_us"], results["provenance"]["machine"]
+    rows = [
+        f"| `{detail}` | {cost(extra['cpu'])} | {cost(extra['wall'])} |\n"
+        for detail, extra in results["extra_time"].items()
+    ]
+    where = (
+        f"{machine['cpu']}, {machine['threads']} thread(s)"
+        if results["device"] == "cpu"
+        else machine["gpus"][0]
+    )
+    note = f" Note: {results['note']}." if "note" in results else ""
+    return (
+        f"Recording a round at `summary` takes {alone['take']} microseconds of the engine's thread, and making\n"
+        f"its line {alone['line']} of the writer's. Beyond the untraced run of the same prompt, median\n"
+        f"(quartiles) of {results['num_prompts'] * results['repeats']} pairs of runs, interleaved:\n\n"
+        "| detail | processor time | time on the clock |\n| --- | --- | --- |\n" + "".join(rows) + "\n"
+        f"{results['model']} in {results['dtype']}, budget {results['budget']}, {results['max_tokens']} tokens,\n"
+        f"greedy, on {where}; `python benchmarks/bench_trace.py`.{note}\n"
+    )
+
+
+def cost(quartiles: dict[str, float]) -> str:
+    low, median, high = (f"{100 * quartiles[name]:+.1f} %" for name in ("low", "median", "high"))
+    return f"{median} ({low} to {high})"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,166 @@
+"""Replays all outputs of a run and says which tokens and endings are wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ddtree.errors import ConfigError
+from ddtree.trace.endings import ending_problem, is_overrun
+from ddtree.trace.outputs import Output
+from ddtree.trace.replay import GAP_STEPS, Replayer, Violation, swapped
+
+FLOAT32_EPS = 1e-3
+# The largest of so many near ties says little about the largest of as many others.
+CALIBRATION_MARGIN = 2.0
+MAX_PLAIN_GAP = 2.0  # logits; in bfloat16 plain SGLang's were at most 0.375 (docs/benchmarks.md)
+PLANTED = 8  # outputs of a run that get a planted fault
+PLANT_TOKENS = 16  # of an output that gets one: both orders of two tokens may be about as likely
+
+
+@dataclass(slots=True)
+class Judged:
+    """The verdicts of a run's outputs, pooled; gaps in units of logits.
+
+    Attributes:
+        eps: the largest gap that was allowed.
+        num_not_best: tokens with a gap above 0, allowed or not.
+        violations: each wrong token with the name of its output.
+        endings: outputs that ended where they should not have, with the reason.
+        known_endings: those of SGLang 0.5.17 that speculation gives there (`is_overrun`).
+        num_planted, num_planted_found, smallest_planted_gap: faults planted into copies of outputs.
+    """
+
+    eps: float
+    num_outputs: int = 0
+    num_tokens: int = 0
+    num_not_best: int = 0
+    max_gap: float = 0.0
+    gaps_above: list[int] = field(default_factory=lambda: [0] * len(GAP_STEPS))
+    violations: list[tuple[str, Violation]] = field(default_factory=list)
+    endings: list[tuple[str, str]] = field(default_factory=list)
+    known_endings: list[tuple[str, str]] = field(default_factory=list)
+    num_planted: int = 0
+    num_planted_found: int = 0
+    smallest_planted_gap: float | None = None
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether no token and no ending is wrong."""
+        return not self.violations and not self.endings
+
+    def first_violations(self) -> list[tuple[str, Violation, int]]:
+        """For each output with wrong tokens its name, the first of them, and how many there are."""
+        counts: dict[str, int] = {}
+        first: dict[str, Violation] = {}
+        for name, violation in self.violations:
+            counts[name] = counts.get(name, 0) + 1
+            first.setdefault(name, violation)
+        return [(name, violation, counts[name]) for name, violation in first.items()]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, for a report."""
+        return {
+            "is_lossless": self.is_lossless,
+            "eps": self.eps,
+            "outputs": self.num_outputs,
+            "tokens": self.num_tokens,
+            "not_best": self.num_not_best,
+            "max_gap": self.max_gap,
+            "gaps_above": dict(zip(map(str, GAP_STEPS), self.gaps_above, strict=True)),
+            "violations": [{"output": name, **asdict(found)} for name, found in self.violations],
+            "endings": [{"output": name, "problem": problem} for name, problem in self.endings],
+            "known_endings": [{"output": name, "problem": problem} for name, problem in self.known_endings],
+            "planted": self.num_planted,
+            "planted_found": self.num_planted_found,
+            "planted_smallest_gap": self.smallest_planted_gap,
+        }
+
+
+def judge_outputs(
+    replayer: Replayer,
+    outputs: Sequence[Output],
+    eps: float,
+    context_tokens: int | None = None,
+    *,
+    plant: bool = False,
+    overrun_tokens: int = 0,
+) -> Judged:
+    """Replay every token of finished outputs, each of at least one token.
+
+    Args:
+        eps: the largest gap that is allowed.
+        context_tokens: where the engine's context ends, None where it is not known.
+        plant: exchange tokens in copies of some outputs, to see that the replay finds such faults.
+        overrun_tokens: the longest round of an engine that keeps overruns, else 0.
+    """
+    judged = Judged(eps)
+    for index, logits in replayer.logits(outputs):
+        output = outputs[index]
+        verdict = replayer.judge(output, eps, logits)
+        judged.num_outputs += 1
+        judged.num_tokens += verdict.num_tokens
+        judged.num_not_best += verdict.num_not_best
+        judged.max_gap = max(judged.max_gap, verdict.max_gap)
+        judged.gaps_above = [a + b for a, b in zip(judged.gaps_above, verdict.gaps_above, strict=True)]
+        judged.violations += [(output.name, violation) for violation in verdict.violations]
+        problem = ending_problem(output, replayer.stop_tokens, context_tokens)
+        if problem is not None:
+            is_known = is_overrun(output, replayer.stop_tokens, overrun_tokens)
+            (judged.known_endings if is_known else judged.endings).append((output.name, problem))
+        if plant and verdict.num_tokens >= PLANT_TOKENS and judged.num_planted < PLANTED:
+            _plant(replayer, output, judged)
+    _sort(judged, outputs)
+    return judged
+
+
+def _plant(replayer: Replayer, output: Output, judged: Judged) -> None:
+    fault = swapped(output)
+    if fault is None:
+        return
+    gap = replayer.judge(fault, judged.eps).max_gap
+    smallest = judged.smallest_planted_gap
+    judged.num_planted += 1
+    judged.num_planted_found += gap > judged.eps
+    judged.smallest_planted_gap = gap if smallest is None else min(gap, smallest)
+
+
+def _sort(judged: Judged, outputs: Sequence[Output]) -> None:
+    """Put findings in the order of the outputs; they were replayed by length."""
+    places = {output.name: place for place, output in enumerate(outputs)}
+    for found in (judged.violations, judged.endings, judged.known_endings):
+        found.sort(key=lambda entry: places[entry[0]])
+
+
+def calibrated_eps(dtype: str, gaps: Iterable[float]) -> float | None:
+    """Largest gap that is allowed in a number format, from the largest gaps of plain greedy runs.
+
+    None in a 16-bit format without such a gap to measure it on.
+    """
+    if dtype == "float32":
+        return FLOAT32_EPS
+    largest = max(gaps, default=0.0)
+    return CALIBRATION_MARGIN * largest if largest > 0 else None
+
+
+def largest_plain_gap(replayer: Replayer, outputs: Sequence[Output], source: str) -> float:
+    """The largest gap of plain decoding's greedy outputs, which `source` names.
+
+    Raises:
+        ConfigError: there are none, or they are far off the target.
+    """
+    greedy = [output for output in outputs if output.read_sampling().is_greedy(output.order)]
+    if not greedy:
+        raise ConfigError(
+            f"{source} has no greedy output of plain decoding to calibrate on: give some with temperature 0"
+        )
+    largest = judge_outputs(replayer, greedy, math.inf).max_gap
+    # A token that is no near tie makes every fault pass: the outputs are another model's.
+    if largest > MAX_PLAIN_GAP:
+        raise ConfigError(
+            f"{source}: a token of plain decoding misses the target's choice by {largest:.3g}, and at most "
+            f"{MAX_PLAIN_GAP:g} can be rounding: its outputs are not this target's, or not plain decoding's"
+        )
+    return largest

@@ -1,0 +1,161 @@
+"""Finished outputs of any engine: what was asked for, what was emitted, and how it was chosen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from ddtree.config import GREEDY_BELOW
+from ddtree.errors import ConfigError, short_repr
+
+Order = Literal["embedded", "sglang"]
+"""Whose order of processing steps made a token: the embedded engine's or SGLang's plain decoding's."""
+
+ORDERS: tuple[Order, ...] = ("embedded", "sglang")
+SGLANG_GREEDY_BELOW = 1e-6
+SGLANG_ALL = 1 << 30  # its top_k for all tokens
+# SGLang's names of fields.
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "sampling_seed": "seed",
+    "stop_regex": "stop",
+    "stop_regex_strs": "stop",
+    "stop_strs": "stop",
+}
+# Of SGLang's sampling parameters: they change neither a token nor which one is the last.
+WITHOUT_EFFECT = frozenset(
+    {"n", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of an output were chosen and what ends it, in one set of names for all engines.
+
+    Defaults are SGLang's, where a parameter that is not sent has one.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    seed: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    regex: str | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> Sampling:
+        """Read sampling parameters under our names or SGLang's.
+
+        Raises:
+            ConfigError: a value of a wrong kind, or a parameter that may change tokens in an unknown way.
+        """
+        known = {spec.name for spec in fields(cls)}
+        read: dict[str, Any] = {}
+        for given, value in parameters.items():
+            name = OTHER_NAMES.get(given, given)
+            if name in known:
+                if value is not None:
+                    new = _read(given, name, value)
+                    read[name] = (*read.get(name, ()), *new) if name == "stop" else new
+            elif given not in WITHOUT_EFFECT and value not in (None, [], {}, "", False):
+                raise ConfigError(
+                    f"sampling has {given}={short_repr(value)}, which may change tokens in a way that is not "
+                    f"known here: leave such outputs out; known are {', '.join(sorted(known))}"
+                )
+        return cls(**read)
+
+    def is_greedy(self, order: Order) -> bool:
+        """Whether the most likely token was taken, whatever the seed."""
+        below = GREEDY_BELOW if order == "embedded" else SGLANG_GREEDY_BELOW
+        return self.temperature < below or self.top_k == 1
+
+    def normal(self, order: Order) -> Sampling:
+        """The same with what makes no difference to a greedy choice at its default, for comparisons."""
+        if not self.is_greedy(order):
+            return self
+        return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
+
+    @property
+    def counts_tokens(self) -> bool:
+        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the greedy choice can be another one than the raw logits' largest."""
+        return self.counts_tokens or bool(self.logit_bias or self.regex or self.min_new_tokens)
+
+    @property
+    def depends_on_order(self) -> bool:
+        """Whether the two orders of processing steps may choose different tokens."""
+        cuts_twice = self.top_k > 0 and self.top_p < 1
+        penalises = self.repetition_penalty != 1 or (self.counts_tokens and bool(self.logit_bias))
+        return cuts_twice or penalises or self.min_new_tokens > 0
+
+    @property
+    def scale(self) -> float:
+        """By how much penalties can stretch an error of a logit."""
+        return max(self.repetition_penalty, 1 / self.repetition_penalty)
+
+
+def _read(given: str, name: str, value: Any) -> Any:
+    """One value in the type of its field."""
+    try:
+        if name in ("top_k", "min_new_tokens", "seed", "max_tokens"):
+            number = int(value)
+            return (number if 0 < number < SGLANG_ALL else 0) if name == "top_k" else number
+        if name == "logit_bias":
+            return {int(token): float(bias) for token, bias in value.items()}
+        if name == "stop":
+            return (value,) if isinstance(value, str) else tuple(map(str, value))
+        if name == "stop_token_ids":
+            return tuple(map(int, value))
+        if name == "regex":
+            return str(value)
+        if name == "ignore_eos":
+            return bool(value)
+        return _float(value, is_factor=name == "repetition_penalty")
+    except (AttributeError, OverflowError, TypeError, ValueError):
+        raise ConfigError(f"sampling has {given}={short_repr(value)}, which is no value of it") from None
+
+
+def _float(value: Any, *, is_factor: bool) -> float:
+    number = float(value)
+    if not math.isfinite(number) or (is_factor and number <= 0):
+        raise ValueError
+    return number
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A finished request.
+
+    Attributes:
+        prompt, tokens: token ids; `tokens` are the emitted ones, that which ended the text included.
+        sampling: sampling parameters under our names or SGLang's.
+        name: what reports call it.
+        finish: why it ended, as SGLang says it: "type" is stop, length, abort or cancel, "matched" the end
+            token or stop string where it is known; None where nothing is known.
+        order: whose processing steps chose the tokens.
+    """
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    sampling: Mapping[str, Any]
+    name: str = ""
+    finish: Mapping[str, Any] | None = None
+    order: Order = "sglang"
+
+    def read_sampling(self) -> Sampling:
+        """The sampling parameters under our names."""
+        return Sampling.of(self.sampling)
