@@ -17,8 +17,8 @@ HEADER = """# The command line
 
 This page is made from the commands by `scripts/make_cli_docs.py`. Exit codes: 0 done; 1 the demo's texts
 differ, `replay` or `compare` found a real difference, or the doctor something that stops DDTREE; 2 a mistake
-in the request, told in one line on standard error; 75 training was stopped by `--max-seconds` and goes on with
-the same command; 130 ended by Ctrl-C.
+in the request, told in one line on standard error; 75 training was stopped by `--max-seconds` and goes on
+with the same command; 130 ended by Ctrl-C.
 """
 KINDS = {int: "N", float: "X", str: "TEXT", list[int]: "N", list[str]: "TEXT"}
 
