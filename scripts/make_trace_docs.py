@@ -54,19 +54,17 @@ def overhead() -> str:
         f"| `{detail}` | {cost(extra['cpu'])} | {cost(extra['wall'])} |\n"
         for detail, extra in results["extra_time"].items()
     ]
-    where = (
-        f"{machine['cpu']}, {machine['threads']} thread(s)"
-        if results["device"] == "cpu"
-        else machine["gpus"][0]
-    )
-    note = f" Note: {results['note']}." if "note" in results else ""
+    num_pairs = results["num_prompts"] * results["repeats"]
+    what = "{model} in {dtype}, budget {budget}, {max_tokens} tokens".format_map(results)
+    on_cpu = f"{machine['cpu']}, {machine['threads']} thread(s)"
+    where = on_cpu if results["device"] == "cpu" else machine["gpus"][0]
+    note = f"\nNote: {results['note']}." if "note" in results else ""
     return (
-        f"Recording a round at `summary` takes {alone['take']} microseconds of the engine's thread, and making\n"
-        f"its line {alone['line']} of the writer's. Beyond the untraced run of the same prompt, median\n"
-        f"(quartiles) of {results['num_prompts'] * results['repeats']} pairs of runs, interleaved:\n\n"
+        f"Recording a round at `summary` takes {alone['take']} microseconds of the engine's thread, and\n"
+        f"making its line {alone['line']} of the writer's. Beyond the untraced run of the same prompt,\n"
+        f"median (quartiles) of {num_pairs} pairs of runs, interleaved:\n\n"
         "| detail | processor time | time on the clock |\n| --- | --- | --- |\n" + "".join(rows) + "\n"
-        f"{results['model']} in {results['dtype']}, budget {results['budget']}, {results['max_tokens']} tokens,\n"
-        f"greedy, on {where}; `python benchmarks/bench_trace.py`.{note}\n"
+        f"{what}, greedy, on {where};\n`python benchmarks/bench_trace.py`.{note}\n"
     )
 
 
