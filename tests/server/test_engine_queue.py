@@ -334,3 +334,9 @@ def test_a_long_prompt_leaves_the_event_loop_alone(client):
     answer = client.run(run())
     assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
     assert len(seen) > 20, "the loop went on all the time"
+
+
+def test_the_end_of_the_process_waits_for_the_engines_thread(client):
+    """A daemon thread inside torch would abort the process at its end (SIGABRT instead of exit code 0)."""
+    threads = [thread for thread in threading.enumerate() if thread.name == THREAD_NAME]
+    assert [thread.daemon for thread in threads] == [False]

@@ -269,3 +269,9 @@ def test_other_kinds_of_bodies_are_refused(client, headers):
 def test_a_json_body_may_name_its_charset(client):
     kind = "Application/JSON; charset=utf-8"
     assert client.send(TEXT, json.dumps(document(TEXT)).encode(), **{"content-type": kind}).status == 200
+
+
+def test_a_long_name_of_an_unknown_field_is_cut_in_the_refusal(client):
+    error = client.ask("/v1/completions", prompt="a", **{"k" * 10_000: 1}).error
+    assert error["param"] == "k" * 200
+    assert len(error["message"]) < 500

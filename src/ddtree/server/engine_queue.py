@@ -105,7 +105,8 @@ class EngineQueue:
         self._is_draining = self._is_closed = False
         self._failures_in_a_row = 0
         self._mean_request_s = 1.0
-        self._thread = threading.Thread(target=self._work, name=THREAD_NAME, daemon=True)
+        # No daemon: an interpreter that ends under a thread inside torch aborts the process.
+        self._thread = threading.Thread(target=self._work, name=THREAD_NAME)
 
     def start(self) -> None:
         self._thread.start()

@@ -105,8 +105,8 @@ def _host_refusal(scope: Scope) -> ApiError | None:
         return None
     return ApiError(
         403,
-        f"Host is {short_repr(hosts[0].decode('latin-1'))}: without an API key this server answers to localhost "
-        "and 127.0.0.1 only, so that no web page can reach it under a name of its own; use one of these, "
-        "or start the server with a key",
+        f"Host is {short_repr(hosts[0].decode('latin-1'))}: without an API key this server answers to "
+        "localhost and 127.0.0.1 only, so that no web page can reach it under a name of its own; "
+        "use one of these, or start the server with a key",
         code="host_not_allowed",
     )  # fmt: skip

@@ -27,6 +27,7 @@ from ddtree.server.unsupported import FIELDS, MESSAGE_FIELDS, drop_unsupported
 MAX_TOKENS = 1 << 20
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
+MAX_PATH_CHARACTERS = 200
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat goes on to its end or the context's
 
 Prompt = str | tuple[int, ...]
@@ -240,6 +241,7 @@ def read_request(kind: BodyKind, document: dict[str, Any]) -> CompletionRequest 
 
 def _refused_field(kind: str, where: tuple[int | str, ...], message: str, value: object) -> ApiError:
     path = ".".join(str(part) for part in where if part != "[key]")  # pydantic's word for a key, no field
+    path = path[:MAX_PATH_CHARACTERS]  # the client's own words, which may be long
     if kind == "extra_forbidden":
         return ApiError(
             400, f"unknown field {short_repr(path)}: leave it out", param=path, code="unknown_parameter"

@@ -61,7 +61,7 @@ class Service:
     def close(self) -> None:
         """End the threads; a round in progress is waited for."""
         if not self.queue.close(CLOSE_TIMEOUT_S):
-            logger.warning("the engine did not end within %g s and is left behind", CLOSE_TIMEOUT_S)
+            logger.warning("the engine is still busy after %g s; the process ends after it", CLOSE_TIMEOUT_S)
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     async def complete(self, http: Request, kind: BodyKind, endpoint: str) -> Response:
