@@ -65,7 +65,7 @@ def value_kind(kind: Any, info: Any) -> str:
 
 
 def default(value: Any) -> str:
-    if value in (None, [], inspect.Parameter.empty) or isinstance(value, bool):
+    if value in (None, "", [], inspect.Parameter.empty) or isinstance(value, bool):
         return ""
     return f"`{value}`"
 
