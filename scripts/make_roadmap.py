@@ -12,12 +12,14 @@ import roadmap_checks
 import roadmap_knobs
 import roadmap_performance
 import roadmap_plots
+import roadmap_start
 
 ROOT = Path(__file__).parents[1]
 PAGE, IMAGES = ROOT / "sglang-ddtree-roadmap.md", ROOT / "docs" / "images"
 BEGIN, END = "<!-- {}: made by scripts/make_roadmap.py -->", "<!-- end of {} -->"
 
 PARTS: Mapping[str, Callable[[], str]] = {
+    "start": roadmap_start.start,
     "knobs": roadmap_knobs.all_knobs,
     "measured in SGLang": roadmap_performance.measured_sglang,
     "measured in the engine": roadmap_performance.measured_embedded,

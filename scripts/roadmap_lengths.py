@@ -160,4 +160,5 @@ def in_block(length: float, block_size: int, shorter: int) -> float:
 def prediction_curves() -> tuple[LengthCurve, ...]:
     """What the predictions are made with."""
     paper = [paper_curve(target, prompts) for target in TABLE_1 for prompts in ("MATH-500", "MT-Bench")]
-    return (*paper, HYBRID, assumed("gpt-oss-120b"), assumed("Kimi K2.5"))
+    targets = ("Qwen3-32B", "Qwen3-235B-A22B", "GLM-4.5-Air", "gpt-oss-120b", "Kimi K2.5")
+    return (*paper, HYBRID, *map(assumed, targets))

@@ -21,7 +21,7 @@ from roadmap_points import RESULTS, large_fit, read, tree
 from sglang_benchmark_docs import against, is_loss, release, speed_rows
 
 from ddtree.tree.budget_cost import PLAIN, DraftPlan
-from ddtree.tree.cost_catalogue import B200, GPUS, H200, PAIRS, RTX_PRO_6000
+from ddtree.tree.cost_catalogue import ASSUMED_DRAFTERS, B200, GPUS, H200, PAIRS, RTX_PRO_6000
 from ddtree.tree.cost_model import (
     Calibration,
     DraftPair,
@@ -47,8 +47,8 @@ MORE_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WIDER_BUDGETS = (31, 63, 127)
 MEMORY_FOR_MODEL = 0.9  # the rest is activations, graphs and the allocator's slack
 PREDICTED_GPUS = (RTX_PRO_6000, H200, B200)
-# Those whose weights leave no room on one GPU.
-GPUS_NEEDED: Mapping[str, int] = {"Kimi K2.5": 8}
+# Those whose weights leave no room, or too little, on one RTX PRO 6000.
+GPUS_NEEDED: Mapping[str, int] = {"Qwen3-32B": 2, "Qwen3-235B-A22B": 8, "GLM-4.5-Air": 4, "Kimi K2.5": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,11 @@ class Setting:
     def speed_up(self, plan: DraftPlan, calibration: Calibration) -> float:
         plain, drafted = (round_cost(self.pair, self.gpu, calibration, self.load, p) for p in (PLAIN, plan))
         return speed_up(self.curve.at(plan), plain, drafted)
+
+
+def gpus_of(target: str) -> tuple[GpuSpec, ...]:
+    """Those a target is predicted on; one whose drafter is assumed only on the machine it was sized for."""
+    return (RTX_PRO_6000,) if target in ASSUMED_DRAFTERS else PREDICTED_GPUS
 
 
 def predicted_cell(setting: Setting, calibration: Calibration) -> str:
@@ -101,7 +106,7 @@ def predictions() -> str:
             *(predicted_cell(Setting(curve, gpu, requests), calibration) for requests in REQUESTS),
         ]
         for curve in prediction_curves()
-        for gpu in PREDICTED_GPUS
+        for gpu in gpus_of(curve.target)
     ]  # fmt: skip
     made = table(["target, prompts", "GPUs", "kind, lengths", *(f"{n} at once" for n in REQUESTS)], rows)
     return f"Typical error of a speed-up, from the chains above: {chain_error():.0%}.\n\n{made}"
@@ -117,7 +122,7 @@ def costs_in_steps() -> str:
     for target, pair in PAIRS.items():
         if target == "SmolLM2-135M":
             continue
-        for gpu in PREDICTED_GPUS:
+        for gpu in gpus_of(target):
             cells = []
             for requests in REQUESTS:
                 load = Load(requests, CONTEXT_TOKENS, GPUS_NEEDED.get(target, 1))
@@ -136,7 +141,7 @@ def losses() -> str:
     fitted, rows = large_fit().calibration, []
     for curve in prediction_curves():
         chain, narrow = PAIRS[curve.target].chain, PAIRS[curve.target].narrow_tree
-        for gpu in PREDICTED_GPUS:
+        for gpu in gpus_of(curve.target):
             settings = [Setting(curve, gpu, requests) for requests in MORE_REQUESTS]
             cells = [
                 where_slower(settings, plan, than, fitted)

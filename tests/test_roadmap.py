@@ -166,3 +166,31 @@ def test_a_length_in_shorter_blocks(script):
     assert in_block(1 + 0.5 + 0.25 + 0.125, 4, 2) == pytest.approx(1.5)
     assert in_block(4.28, 16, 16) == pytest.approx(4.28)
     assert in_block(6.58, 16, 8) < 8
+
+
+def test_the_first_table_says_what_it_has_lengths_for(script):
+    module = script("roadmap_start")
+    names = [family.name for family in module["FAMILIES"]]
+    assert all(any(name.startswith(kind) for name in names) for kind in ("Qwen", "GLM", "Kimi"))
+    pairs, gpus = module["PAIRS"], module["GPUS_NEEDED"]
+    for family in module["FAMILIES"]:
+        if not family.target:
+            assert family.note, family.name
+            continue
+        pair = pairs[family.target]
+        setting = module["Setting"](module["curve_of"](family.target), module["RTX_PRO_6000"], 1)
+        assert setting.fits(pair.narrow_tree), f"{family.name} has no room on {family.gpus} GPUs"
+        assert family.gpus == str(gpus.get(family.target, 1))
+    assert module["curve_of"]("Qwen3-8B").prompts == "MT-Bench"
+    # No wider than the chain and more accept tokens: never slower.
+    times = module["times_dflash"]("Qwen3-8B", pairs["Qwen3-8B"].narrow_tree)
+    assert re.fullmatch(r"1\.\d\d( / 1\.\d\d){2}", times)
+    assert "**0." in module["times_dflash"]("Qwen3-8B", module["tree"](31))
+
+
+def test_targets_with_an_assumed_drafter_are_predicted_on_one_machine(script):
+    module = script("roadmap_performance")
+    assert [gpu.name for gpu in module["gpus_of"]("Qwen3-32B")] == ["RTX PRO 6000"]
+    assert len(module["gpus_of"]("Qwen3-8B")) == 3
+    assumed = {c.target for c in module["prediction_curves"]() if c.kind == "assumed"}
+    assert module["ASSUMED_DRAFTERS"] <= assumed

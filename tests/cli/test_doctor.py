@@ -122,6 +122,19 @@ def test_no_sglang_is_told(command, package):
     assert (code, json.loads(out)["sglang"]["fits"]) == (1, False)
 
 
+def test_a_plan_for_another_machine_ends_with_0_without_sglang(command, package, monkeypatch):
+    install_plugin(package / "site")
+    see(monkeypatch, package / "site", gpus=())
+    flags = ("--compute-capability", "12.0", "--gpu-memory-gb", "95")
+    code, out, err = command("doctor", *flags)
+    assert (code, err) == (0, "")
+    assert "  warn  SGLang is not installed in this Python\n" in out
+    assert "  ok    the plugin's entry point ddtree is there for SGLang to find\n" in out
+    assert "SGLang was not looked at here: " in out.splitlines()[-1]
+    code, out, _ = command("doctor", *flags, "--json")
+    assert (code, json.loads(out)["fits"], json.loads(out)["sglang"]["fits"]) == (0, True, None)
+
+
 def test_no_gpu_is_told_and_another_machines_can_be_named(command, installed, monkeypatch):
     see(monkeypatch, installed, gpus=())
     code, out, _ = command("doctor")

@@ -78,9 +78,19 @@ def test_what_sglang_does_not_start_a_target_with(config, wanted):
     assert "flashinfer" not in found.todo
 
 
+def test_a_flashinfer_that_was_not_looked_for_is_taken_as_installed():
+    found = section(RTX_PRO_6000, has_flashinfer=None)
+    assert found.data["default"] == "flashinfer"
+    notes = {row["name"]: row["note"] for row in found.data["usable"] if row["is_usable"]}
+    assert notes["flashinfer"].endswith("; taken as there, not looked at on this machine")
+    assert "not looked at" not in notes["triton"]
+    known = section(RTX_PRO_6000).data["usable"]
+    assert not any("not looked at" in row["note"] for row in known)
+
+
 def section(gpu, config=QWEN3_8B, *, has_flashinfer=True):
     shape = ModelShape.from_config(config)
-    return backends_section(gpu, machine(gpu), shape, has_flashinfer=has_flashinfer)[0]
+    return backends_section(gpu, NEW, shape, has_flashinfer=has_flashinfer)[0]
 
 
 def test_a_choice_that_fits_is_told_with_its_alternatives():
@@ -110,7 +120,7 @@ def test_data_for_scripts():
 
 
 def test_no_gpu_still_gives_a_flag():
-    found, backend = backends_section(None, machine(), None, has_flashinfer=True)
+    found, backend = backends_section(None, None, None, has_flashinfer=True)
     assert (found.findings[0].level, backend) == (Level.WARN, "triton")
 
 

@@ -163,6 +163,47 @@ def test_no_sglang_and_no_gpu(tmp_path):
     assert report.verdict.startswith("DDTREE will not work here as it is: 4 errors")
 
 
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({"max_requests": 4, "context_tokens": 8192}, "the plan fits; SGLang was not looked at here"),
+        ({"max_requests": 48}, "nothing that was looked at stops the plan; SGLang was not looked at here"),
+        ({"gpu_memory_gb": 12}, "the plan will not work as it is; SGLang was not looked at here: 1 error"),
+    ],
+)
+def test_a_plan_for_another_machine_needs_no_sglang_here(tmp_path, pair, changes, verdict):
+    install_plugin(tmp_path / "site")
+    plan = Plan(**{**pair, "compute_capability": "12.0", "gpu_memory_gb": 95, "node_budget": 15, **changes})
+    report = look(tmp_path / "site", cwd=tmp_path, plan=plan, gpus=(), cuda="12.1")
+    levels = {f.id: f.level for f in report.findings()}
+    assert {levels["installation.missing"], levels["contract.verdict"]} == {Level.WARN}
+    assert report.verdict.startswith(verdict)
+    assert report.fits == ("will not work" not in verdict)
+    assert section(report, "sglang").data["fits"] is None
+
+
+def test_a_plan_for_another_machine_takes_nothing_from_this_ones_software(tmp_path):
+    install_plugin(tmp_path / "site")
+    report = look(tmp_path / "site", cwd=tmp_path, plan=Plan(compute_capability="9.0"), gpus=(), cuda="12.1")
+    assert section(report, "backends").data["default"] == "fa3", "of a CUDA that is new enough"
+    assert not any("is not installed" in u["note"] for u in section(report, "backends").data["usable"])
+    assert report.verdict.startswith("nothing that was looked at stops the plan;"), "no pair was named"
+
+
+def test_a_plan_for_another_machine_still_tells_of_a_broken_sglang_here(tmp_path):
+    write(tmp_path, {"sglang/__init__.py": ""})
+    plan = Plan(compute_capability="12.0")
+    assert "contract.verdict" in errors(look(tmp_path, cwd=tmp_path, plan=plan))
+
+
+def test_flags_name_the_load_that_memory_was_reckoned_for(site, tmp_path, pair):
+    report = look(site, cwd=tmp_path, plan=Plan(**pair))
+    load, arguments = section(report, "memory").data["load"], section(report, "launch").data["arguments"]
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert given["--max-running-requests"] == str(load["num_requests"]) == "48"
+    assert given["--context-length"] == str(load["context_tokens"]) == "40960"
+
+
 def test_the_users_layout(tmp_path, small_contract):
     source, site = users_layout(tmp_path)
     report = look(source, site, cwd=tmp_path, gpus=[RTX_PRO_6000] * 8)

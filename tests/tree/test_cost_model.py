@@ -167,6 +167,8 @@ def test_a_larger_share_is_faster(name):
     ("target", "billions", "active", "gigabytes"),
     [
         ("Qwen3-4B", 4.02, 4.02, 8.0), ("Qwen3-8B", 8.19, 7.57, 16.4), ("Qwen3-Coder-30B-A3B", 30.5, 3.3, 61),
+        ("Qwen3-32B", 32.76, 31.98, 65.5), ("Qwen3-235B-A22B", 235.1, 22, 470),
+        ("GLM-4.5-Air", 106, 12, 213.6),
         ("Qwen3.6-27B", 26.9, 25.6, 53.8), ("gpt-oss-120b", 116.8, 5.13, 65.2), ("Kimi K2.5", 1026, 32, 594),
     ],
 )  # fmt: skip

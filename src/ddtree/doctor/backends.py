@@ -91,8 +91,13 @@ def is_at_least(version: Capability | None, wanted: Capability) -> bool:
     return version is None or version >= wanted
 
 
-def usable_backends(capability: Capability, architecture: str = "", *, has_flashinfer: bool) -> list[Usable]:
-    """Each backend that reads a tree mask, on one GPU and for one architecture of targets."""
+def usable_backends(
+    capability: Capability, architecture: str = "", *, has_flashinfer: bool | None
+) -> list[Usable]:
+    """Each backend that reads a tree mask, on one GPU and for one architecture of targets.
+
+    With `has_flashinfer` None flashinfer was not looked for, and is taken as installed.
+    """
     not_taken = NOT_TAKEN.get(architecture, ())
     return [
         Usable(name, False, f"SGLang does not start {architecture} with it")
@@ -102,24 +107,25 @@ def usable_backends(capability: Capability, architecture: str = "", *, has_flash
     ]
 
 
-def usable_backend(name: str, capability: Capability, *, has_flashinfer: bool) -> Usable:
+def usable_backend(name: str, capability: Capability, *, has_flashinfer: bool | None) -> Usable:
     if name == "fa3" and capability[0] not in (8, 9):
         return Usable(name, False, "SGLang runs it on compute capability 8 and 9 only")
     if name == "fa3":
         return Usable(name, True, "DDTREE was not run with it")
-    if name == "flashinfer" and not has_flashinfer:
+    if name == "flashinfer" and has_flashinfer is False:
         return Usable(name, False, "flashinfer is not installed")
     if name == "flashinfer":
-        return Usable(name, True, "its plan waits for the device in each round; measured on an H200")
+        unseen = "; taken as there, not looked at on this machine" if has_flashinfer is None else ""
+        return Usable(name, True, f"its plan waits for the device in each round; measured on an H200{unseen}")
     return Usable(
         name, True, "slow at long contexts, since it reads the prefix serially; measured on an H200"
     )
 
 
 def backends_section(
-    gpu: Gpu | None, environment: Environment, shape: ModelShape | None, *, has_flashinfer: bool
+    gpu: Gpu | None, cuda: Capability | None, shape: ModelShape | None, *, has_flashinfer: bool | None
 ) -> tuple[Section, str]:
-    """The findings, and the backend to pass."""
+    """The findings, and the backend to pass; with `has_flashinfer` None flashinfer is taken as installed."""
     title = "Attention backend"
     if gpu is None or gpu.capability is None:
         found = Finding(
@@ -130,8 +136,7 @@ def backends_section(
         return Section("backends", title, (found,), {"default": None, "pass": RECOMMENDED}), RECOMMENDED
     architecture = "" if shape is None else shape.architecture
     usable = usable_backends(gpu.capability, architecture, has_flashinfer=has_flashinfer)
-    cuda = environment.cuda_version
-    default = default_backend(gpu.capability, cuda, shape, has_flashinfer=has_flashinfer)
+    default = default_backend(gpu.capability, cuda, shape, has_flashinfer=has_flashinfer is not False)
     lines = [f"{u.name:<12}{'fits' if u.is_usable else 'no':<6}{u.note}" for u in usable]
     target = "a target of grouped-query attention" if shape is None else "this target"
     finding = choice_finding(gpu.capability, default, usable, target)

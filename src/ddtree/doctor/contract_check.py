@@ -99,8 +99,23 @@ def no_contract_section(problem: str = "", *, is_there: bool) -> Section:
     return Section("sglang", "The hook contract", (finding,), {"fits": False, "verdict": verdict})
 
 
-def installed_contract(copy: Copy | None, environ: Mapping[str, str], *, is_there: bool) -> Section:
+def unseen_contract_section() -> Section:
+    """In place of the contract where the server would run elsewhere, and no SGLang is here."""
+    verdict = "SGLang was not looked at: it is not installed here"
+    finding = Finding(
+        "contract.verdict", Level.WARN, verdict,
+        why="whether DDTREE fits the SGLang of the machine planned for cannot be told",
+        todo="run ddtree doctor there, or here with --sglang-wheel and that SGLang's wheel or folder",
+    )  # fmt: skip
+    return Section("sglang", "The hook contract", (finding,), {"fits": None, "verdict": verdict})
+
+
+def installed_contract(
+    copy: Copy | None, environ: Mapping[str, str], *, is_there: bool, is_elsewhere: bool = False
+) -> Section:
     """The contract held against the copy that would be imported."""
+    if is_elsewhere and not is_there:
+        return unseen_contract_section()
     if copy is None:
         return no_contract_section(is_there=is_there)
     try:

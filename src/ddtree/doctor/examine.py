@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from ddtree.config import PluginConfig
-from ddtree.doctor.backends import backends_section, gpu_of
+from ddtree.doctor.backends import Capability, backends_section, gpu_of
 from ddtree.doctor.checkpoints import Fetch
 from ddtree.doctor.contract_check import (
     contract_section,
@@ -24,7 +24,7 @@ from ddtree.doctor.launch import launch_section
 from ddtree.doctor.memory_plan import memory_section
 from ddtree.doctor.pair import Pair, open_pair, pair_section
 from ddtree.doctor.plan import Plan
-from ddtree.doctor.report import Finding, Report, Section
+from ddtree.doctor.report import Finding, Level, Report, Section
 from ddtree.sglang_plugin.contract import check_source
 
 
@@ -59,24 +59,40 @@ def examine_source(path: Path, environ: Mapping[str, str] = os.environ) -> Repor
 def examine(plan: Plan, around: Surroundings) -> Report:
     """Look at this machine, its SGLang and, where a model is named, its pair and the memory that it takes."""
     environment = around.probe()
-    installation, copy = installation_section(around.search, around.environ)
+    is_elsewhere = plan.is_elsewhere
+    installation, copy = installation_section(around.search, around.environ, is_elsewhere=is_elsewhere)
     is_there = bool(installation.data["copies"])
     settings, config = settings_section(around.environ, around.cwd)
     if plan.node_budget is not None:
         config = replace(config, node_budget=plan.node_budget)
     pair, found = open_pair(plan, around.fetch)
     gpu = gpu_of(environment, plan)
-    has_flashinfer = PathFinder.find_spec("flashinfer", list(around.search.entries)) is not None
-    backends, backend = backends_section(gpu, environment, pair.shape, has_flashinfer=has_flashinfer)
-    return Report((
+    cuda, has_flashinfer = (None, None) if is_elsewhere else software(environment, around.search)
+    backends, backend = backends_section(gpu, cuda, pair.shape, has_flashinfer=has_flashinfer)
+    sections = (
         environment_section(environment, plan),
         installation,
-        installed_contract(copy, around.environ, is_there=is_there),
+        installed_contract(copy, around.environ, is_there=is_there, is_elsewhere=is_elsewhere),
         dflash_section(copy.folder if copy else None),
         settings,
         backends,
         *pair_sections(plan, pair, found, config, backend, around.environ, gpu),
-    ))  # fmt: skip
+    )  # fmt: skip
+    return planned_report(sections) if is_elsewhere and not is_there else Report(sections)
+
+
+def software(environment: Environment, search: SearchPath) -> tuple[Capability | None, bool]:
+    """CUDA's version, and whether flashinfer is here: what SGLang's choice of a backend depends on."""
+    return environment.cuda_version, PathFinder.find_spec("flashinfer", list(search.entries)) is not None
+
+
+def planned_report(sections: tuple[Section, ...]) -> Report:
+    """The report on a server of another machine, of whose SGLang nothing is known."""
+    memory = next(section for section in sections if section.name == "memory")
+    fits = "account" in memory.data and all(finding.level is Level.OK for finding in memory.findings)
+    told = "the plan fits" if fits else "nothing that was looked at stops the plan"
+    unseen = "SGLang was not looked at here"
+    return Report(sections, f"{told}; {unseen}", f"the plan will not work as it is; {unseen}")
 
 
 def pair_sections(
@@ -97,5 +113,13 @@ def pair_sections(
     return [
         pair_section(plan, pair, found, config, backend, environ),
         memory,
-        launch_section(plan, pair, config, backend, fraction),
+        launch_section(with_load(plan, memory), pair, config, backend, fraction),
     ]
+
+
+def with_load(plan: Plan, memory: Section) -> Plan:
+    """The plan with the requests and the context that memory was reckoned for, if it was."""
+    load = memory.data.get("load")
+    if load is None:
+        return plan
+    return replace(plan, max_requests=load["num_requests"], context_tokens=load["context_tokens"])

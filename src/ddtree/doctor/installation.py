@@ -16,10 +16,15 @@ INSTALL = f"pip install sglang=={LAST_TESTED}"
 REINSTALL = f"pip install --force-reinstall --no-deps {PACKAGE}"
 
 
-def installation_section(search: SearchPath, environ: Mapping[str, str]) -> tuple[Section, Copy | None]:
-    """The findings, and the copy to look into: the one that wins, if it is SGLang at all."""
+def installation_section(
+    search: SearchPath, environ: Mapping[str, str], *, is_elsewhere: bool = False
+) -> tuple[Section, Copy | None]:
+    """The findings, and the copy to look into: the one that wins, if it is SGLang at all.
+
+    With `is_elsewhere` the server would run on another machine, and needs no SGLang here.
+    """
     copies = find_copies(search)
-    found = [*winner_findings(copies, search), *other_findings(copies)]
+    found = [*winner_findings(copies, search, is_elsewhere=is_elsewhere), *other_findings(copies)]
     first = copies[0] if copies else None
     check = None
     if first is not None and first.record is not None:
@@ -31,13 +36,10 @@ def installation_section(search: SearchPath, environ: Mapping[str, str]) -> tupl
     return section, first if first is not None and first.is_importable else None
 
 
-def winner_findings(copies: Sequence[Copy], search: SearchPath) -> list[Finding]:
+def winner_findings(copies: Sequence[Copy], search: SearchPath, *, is_elsewhere: bool) -> list[Finding]:
     """What is imported, and what is odd about it."""
     if not copies:
-        return [Finding(
-            "installation.missing", Level.ERROR, "SGLang is not installed in this Python",
-            why="DDTREE is a plugin of it", todo=f"{INSTALL}, or run the doctor with SGLang's own Python",
-        )]  # fmt: skip
+        return [missing_finding(is_elsewhere=is_elsewhere)]
     first = copies[0]
     if not first.is_importable:
         return [trap_finding(first, copies)]
@@ -47,6 +49,19 @@ def winner_findings(copies: Sequence[Copy], search: SearchPath) -> list[Finding]
     if search.is_only_cwd(first.found_by):
         found.append(cwd_finding(first, copies[1:]))
     return found
+
+
+def missing_finding(*, is_elsewhere: bool) -> Finding:
+    name, told = "installation.missing", "SGLang is not installed in this Python"
+    if is_elsewhere:
+        return Finding(
+            name, Level.WARN, told, why="the machine planned for has its own, which was not looked at",
+            todo="run ddtree doctor there, with SGLang's own Python",
+        )  # fmt: skip
+    return Finding(
+        name, Level.ERROR, told, why="DDTREE is a plugin of it",
+        todo=f"{INSTALL}, or run the doctor with SGLang's own Python",
+    )  # fmt: skip
 
 
 def told_copy(copy: Copy) -> str:
@@ -240,4 +255,4 @@ def plugin_finding(search: SearchPath, environ: Mapping[str, str]) -> Finding:
             why="SGLang then loads only the plugins that it names",
             todo=f"add {ENTRY_POINT} to it, or unset it",
         )  # fmt: skip
-    return Finding(name, Level.OK, f"SGLang finds the plugin by its entry point {ENTRY_POINT}")
+    return Finding(name, Level.OK, f"the plugin's entry point {ENTRY_POINT} is there for SGLang to find")

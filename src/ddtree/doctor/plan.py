@@ -77,6 +77,11 @@ class Plan:
         return (int(found[1]), int(found[2])) if found else None
 
     @property
+    def is_elsewhere(self) -> bool:
+        """Whether the server would run on another machine, so that this one's software says nothing of it."""
+        return self.capability is not None
+
+    @property
     def num_requests(self) -> int:
         """Requests at once, with DDTREE's default."""
         return self.max_requests or DEFAULT_MAX_REQUESTS

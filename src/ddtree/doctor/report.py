@@ -64,9 +64,16 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All sections, in the order in which they are read."""
+    """All sections, in the order in which they are read.
+
+    Attributes:
+        praise: the verdict's words where nothing stops DDTREE.
+        blame: its words where something does.
+    """
 
     sections: tuple[Section, ...]
+    praise: str = "nothing here stops DDTREE"
+    blame: str = "DDTREE will not work here as it is"
 
     def findings(self) -> Iterator[Finding]:
         """All findings in order."""
@@ -86,9 +93,7 @@ class Report:
         """One line on the whole."""
         counts = [(self.count(Level.ERROR), "error"), (self.count(Level.WARN), "warning")]
         told = ", ".join(f"{n} {word}{'s' * (n != 1)}" for n, word in counts if n)
-        if not self.fits:
-            return f"DDTREE will not work here as it is: {told}"
-        return f"nothing here stops DDTREE{f': {told}' if told else ''}"
+        return f"{self.praise if self.fits else self.blame}{f': {told}' if told else ''}"
 
     def to_json(self) -> dict[str, Any]:
         """The verdict, each finding with its section, and the values of each section under its name."""

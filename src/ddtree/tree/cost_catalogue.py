@@ -4,7 +4,7 @@ GPUs: NVIDIA's data sheets of A100 80GB SXM, H200 SXM and HGX B200 (one GPU's pa
 RTX Blackwell PRO architecture paper for the RTX PRO 6000 workstation card; dense rates. Link speeds are those
 of NVLink or PCIe 5.0 x16 in one direction. The latency of an all-reduce is assumed for NVLink; over PCIe it
 is what voipmonitor/rtx6kpro measured with NCCL on eight RTX PRO 6000. Models and drafters: the layouts of
-their `config.json` on the hub.
+their `config.json` on the hub; targets in `ASSUMED_DRAFTERS` have no drafter known to this project.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def dflash(
 SMOLLM2_135M = dense_model("SmolLM2-135M", 30, 576, 9, 3, 64, 1536, 49_152, ties_embedding=True)
 QWEN3_4B = dense_model("Qwen3-4B", 36, 2560, 32, 8, 128, 9728, 151_936, ties_embedding=True)
 QWEN3_8B = dense_model("Qwen3-8B", 36, 4096, 32, 8, 128, 12_288, 151_936, ties_embedding=False)
+QWEN3_32B = dense_model("Qwen3-32B", 64, 5120, 64, 8, 128, 25_600, 151_936, ties_embedding=False)
 QWEN3_CODER_30B_A3B = ModelShape(
     "Qwen3-Coder-30B-A3B", 48, 2048,
     dense_weights=48 * (gqa_weights(2048, 32, 4, 128) + 2048 * 128),
@@ -104,6 +105,27 @@ QWEN3_CODER_30B_A3B = ModelShape(
     bytes_per_weight=2,
     attention=(gqa(48, 32, 4, 128),),
     experts=ExpertShape(48, 128, 8, gated_mlp_weights(2048, 768), 2),
+)  # fmt: skip
+QWEN3_235B_A22B = ModelShape(
+    "Qwen3-235B-A22B", 94, 4096,
+    dense_weights=94 * (gqa_weights(4096, 64, 4, 128) + 4096 * 128),
+    head_weights=151_936.0 * 4096,
+    bytes_per_weight=2,
+    attention=(gqa(94, 64, 4, 128),),
+    experts=ExpertShape(94, 128, 8, gated_mlp_weights(4096, 1536), 2),
+)  # fmt: skip
+# The first layer is dense, the others have a shared expert beside the routed ones.
+GLM_4_5_AIR = ModelShape(
+    "GLM-4.5-Air", 46, 4096,
+    dense_weights=(
+        46 * gqa_weights(4096, 96, 8, 128)
+        + gated_mlp_weights(4096, 10_944)
+        + 45 * (gated_mlp_weights(4096, 1408) + 4096 * 128)
+    ),
+    head_weights=151_552.0 * 4096,
+    bytes_per_weight=2,
+    attention=(gqa(46, 96, 8, 128),),
+    experts=ExpertShape(45, 128, 8, gated_mlp_weights(4096, 1408), 2),
 )  # fmt: skip
 # 16 of 64 layers are gated full attention; the others are Gated DeltaNet with 16 key and 48 value heads of
 # 128, whose state is one 128 x 128 float32 matrix a value head.
@@ -148,8 +170,13 @@ PAIRS: Mapping[str, DraftPair] = MappingProxyType({
         DraftPair(QWEN3_4B, dflash(QWEN3_4B, 5, 32, 8, 128, 9728, taps=5)),
         DraftPair(QWEN3_8B, dflash(QWEN3_8B, 5, 32, 8, 128, 12_288, taps=5)),
         DraftPair(QWEN3_CODER_30B_A3B, dflash(QWEN3_CODER_30B_A3B, 8, 32, 4, 128, 6144, taps=5)),
+        DraftPair(QWEN3_32B, dflash(QWEN3_32B, 5, 64, 8, 128, 25_600, taps=5)),
+        DraftPair(QWEN3_235B_A22B, dflash(QWEN3_235B_A22B, 5, 32, 8, 128, 12_288, taps=5)),
+        DraftPair(GLM_4_5_AIR, dflash(GLM_4_5_AIR, 5, 32, 8, 128, 12_288, taps=5)),
         DraftPair(QWEN3_6_27B, dflash(QWEN3_6_27B, 5, 32, 8, 128, 17_408, taps=5, window=2048)),
         DraftPair(GPT_OSS_120B, dflash(GPT_OSS_120B, 8, 64, 8, 64, 7680, taps=5), block_size=10),
         DraftPair(KIMI_K2_5, dflash(KIMI_K2_5, 6, 64, 8, 128, 18_432, taps=6), block_size=8),
     )
 })  # fmt: skip
+# For these, five layers of the target's width, as the public drafters of Qwen3 have.
+ASSUMED_DRAFTERS = frozenset({QWEN3_32B.name, QWEN3_235B_A22B.name, GLM_4_5_AIR.name})
