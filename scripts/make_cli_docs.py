@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from ddtree.cli.app import app
 
@@ -59,8 +59,9 @@ def names(name: str, kind: Any, info: Any) -> str:
 def value_kind(kind: Any, info: Any) -> str:
     if info.metavar:
         return str(info.metavar)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "|".join(kind)
+    values = get_args(kind)[0] if get_origin(kind) is list else kind
+    if isinstance(values, type) and issubclass(values, Enum):
+        return "|".join(values)
     return KINDS.get(kind, "PATH")
 
 

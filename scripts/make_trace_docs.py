@@ -61,15 +61,20 @@ def overhead() -> str:
     note = f"\nNote: {results['note']}." if "note" in results else ""
     return (
         f"Recording a round at `summary` takes {alone['take']} microseconds of the engine's thread, and\n"
-        f"making its line {alone['line']} of the writer's. Beyond the untraced run of the same prompt,\n"
-        f"median (quartiles) of {num_pairs} pairs of runs, interleaved:\n\n"
+        f"making its line {alone['line']} of the writer's: these are the figures to keep.\n"
+        "Whole runs were timed too, against an untraced run of the same prompt each, median\n"
+        f"(quartiles) of {num_pairs} pairs, interleaved. What has quartiles on both sides of 0 is below\n"
+        "the noise of that measurement:\n\n"
         "| detail | processor time | time on the clock |\n| --- | --- | --- |\n" + "".join(rows) + "\n"
         f"{what}, greedy, on {where};\n`python benchmarks/bench_trace.py`.{note}\n"
     )
 
 
 def cost(quartiles: dict[str, float]) -> str:
+    """The median and quartiles, or that they do not tell a cost from none."""
     low, median, high = (f"{100 * quartiles[name]:+.1f} %" for name in ("low", "median", "high"))
+    if quartiles["low"] <= 0 <= quartiles["high"]:
+        return f"below the noise ({low} to {high})"
     return f"{median} ({low} to {high})"
 
 

@@ -112,18 +112,24 @@ def test_baselines_are_written_and_told(command, engine, tmp_path, monkeypatch):
 
     seen = {}
 
-    def make(plan, prompts, folder, load, on_answer):
+    def make(plan, prompts, folder, load, on_prompt):
+        load(plan.engine)
+        on_prompt(plan.dtypes[0], plan.modes[0], 1)
         seen.update(plan=plan, prompts=prompts, folder=folder)
         return {"out/ar-float32.jsonl": {"mode": "ar", "requests": 1}}
 
     monkeypatch.setattr(baseline, "make_baselines", make)
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    code, out, _ = command(
+    arguments = (
         "baseline", str(prompts), "--output", "out", "--mode", "ar", "--dtype", "float32", "--count", "1",
         "--raw", "--max-tokens", "9", "--budget", "5",
     )  # fmt: skip
+    code, out, err = command(*arguments)
     assert (code, out) == (0, "out/ar-float32.jsonl: mode ar, requests 1\n")
+    assert err.endswith("float32, ar: prompt 1 of 1\n")
+    assert "loading smollm2-135m\n" in err
+    assert command(*arguments, "--quiet") == (0, out, "")
     plan = seen["plan"]
     assert (plan.modes, plan.dtypes, plan.chat, plan.node_budget) == (("ar",), ("float32",), False, 5)
     assert (plan.sampling.max_tokens, seen["prompts"], str(seen["folder"])) == (9, ["a"], "out")

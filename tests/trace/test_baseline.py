@@ -56,8 +56,8 @@ def made(tmp_path):
         plan = plan.only(changes.get("modes", ()), changes.get("dtypes", ()))
         answers = []
         prompts = [tuple(range(40, 60)), "hello there"]
-        found = make_baselines(plan, prompts, tmp_path / "out", load, lambda: answers.append(1))
-        return found, asked, len(answers)
+        found = make_baselines(plan, prompts, tmp_path / "out", load, lambda *place: answers.append(place))
+        return found, asked, answers
 
     return make
 
@@ -67,7 +67,8 @@ def test_every_mode_and_number_format_gets_a_trace(made, tmp_path):
     names = [f"{mode}-{dtype}.jsonl" for dtype in ("float32", "bfloat16") for mode in Mode]
     assert [path.rpartition("/")[2] for path in found] == names
     assert [config.dtype for config in asked] == [Dtype.FLOAT32, Dtype.BFLOAT16]
-    assert answers == 12
+    assert answers == [(dtype, mode, number) for dtype in ("float32", "bfloat16") for mode in Mode
+                       for number in (1, 2)]  # fmt: skip
     run = read_run(tmp_path / "out" / "tree-float32.jsonl")
     assert [answer.mode for answer in run.answers] == ["tree", "tree"]
     assert [answer.node_budget for answer in run.answers] == [6, 6]

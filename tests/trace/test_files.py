@@ -13,7 +13,7 @@ from ddtree.trace import files
 from ddtree.trace.files import ReplayOptions, compare_files, replay_file
 from ddtree.trace.record import TraceRecorder
 from ddtree.trace.replay import Replayer
-from ddtree.trace.text import compare_lines, replay_lines
+from ddtree.trace.text import accept_rows, compare_lines, replay_lines
 from ddtree.trace_format import Detail
 from ddtree.tree.noise import keyed_gumbel
 from engine_kit import VOCAB_SIZE, scripted_engine, tiny_target
@@ -73,6 +73,17 @@ def test_traces_of_all_modes_compare_equal(traces, load, prompt):
     assert again.findings == []
 
 
+def test_plain_runs_have_neither_trees_nor_accept_lengths(traces, load):
+    made = compare_files(traces / "ar-40", traces / "ar-40", ReplayOptions(), load)
+    assert (made.num_equal, made.trees, made.acceptance, made.notes) == (2, None, (None, None), [])
+    text = "\n".join(compare_lines(made))
+    assert "trees" not in text
+    assert "accept" not in text
+    assert accept_rows(made) == []
+    other = compare_files(traces / "ar-40", traces / "tree-40", ReplayOptions(), load)
+    assert other.acceptance[0].accept_length == 1.0 < other.acceptance[1].accept_length
+
+
 def outputs_of(traces, **changes):
     """The greedy output of the tree trace as a line of an outputs file."""
     from ddtree.trace.run_file import read_run
@@ -127,22 +138,34 @@ def test_a_sampled_divergence_is_judged_by_its_noise(traces, load, tmp_path):
 
 
 def test_16_bits_need_to_be_told_how_much_is_rounding(traces, load, tmp_path, model):
-    path = write_outputs(tmp_path / "o", [outputs_of(traces, dtype="bfloat16")])
-    with pytest.raises(ConfigError, match="how much is rounding in bfloat16"):
+    path = write_outputs(tmp_path / "o", [outputs_of(traces, dtype="float16")])
+    with pytest.raises(ConfigError, match="how much is rounding in float16"):
         replay_file(path, ReplayOptions(), load)
     assert replay_file(path, ReplayOptions(eps=0.5), load).judged.eps == 0.5
-    with pytest.raises(ConfigError, match="no greedy token of plain decoding misses"):
-        replay_file(path, ReplayOptions(eps_from=path), load)
     row = near_tie(model, outputs_of(traces))
     report = replay_file(path, ReplayOptions(eps_from=write_outputs(tmp_path / "plain", [row])), load)
-    assert 0 < report.judged.eps < 4
+    assert 0.03125 < report.judged.eps < 4
     assert report.eps_source.startswith("twice the largest gap of")
 
 
+@pytest.mark.parametrize(("dtype", "floor"), [("float32", 1e-3), ("bfloat16", 0.25), ("float16", 0.03125)])
+def test_plain_outputs_without_a_near_tie_give_the_least_gap_of_the_format(
+    traces, load, tmp_path, dtype, floor
+):
+    row = outputs_of(traces, dtype=dtype)
+    wrong = row | {"tokens": [*row["tokens"][:9], (row["tokens"][9] + 1) % VOCAB_SIZE, *row["tokens"][10:]]}
+    plain = write_outputs(tmp_path / "plain", [row])
+    report = replay_file(write_outputs(tmp_path / "o", [row, wrong]), ReplayOptions(eps_from=plain), load)
+    assert report.judged.eps == floor
+    assert report.eps_source.startswith(f"the least in {dtype}, since the largest gap of")
+    paths = plain, write_outputs(tmp_path / "wrong", [wrong])
+    assert compare_files(*paths, ReplayOptions(model="tiny", eps_from=plain), load).eps == floor
+
+
 def test_a_files_own_plain_outputs_calibrate_it(traces, load, tmp_path, model):
-    row = near_tie(model, outputs_of(traces, mode="ar", dtype="bfloat16"))
+    row = near_tie(model, outputs_of(traces, mode="ar", dtype="float16"))
     report = replay_file(
-        write_outputs(tmp_path / "o", [row, outputs_of(traces, mode="tree", dtype="bfloat16")]),
+        write_outputs(tmp_path / "o", [row, outputs_of(traces, mode="tree", dtype="float16")]),
         ReplayOptions(), load,
     )  # fmt: skip
     assert report.judged.is_lossless

@@ -83,8 +83,16 @@ def test_a_wrong_ending_spoils_a_run_and_a_known_one_does_not(replayer, outputs)
 def test_eps_is_fixed_in_float32_and_measured_in_16_bits():
     assert calibrated_eps("float32", []) == 1e-3
     assert calibrated_eps("bfloat16", [0.125, 0.25]) == 0.5
+    assert calibrated_eps("float16", [0.125, 0.0]) == 0.25
     assert calibrated_eps("bfloat16", []) is None
-    assert calibrated_eps("bfloat16", [0.0]) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_eps_is_no_less_than_a_unit_of_the_format_at_a_logit_of_32(dtype):
+    unit = torch.finfo(getattr(torch, dtype)).eps * 32
+    assert calibrated_eps(dtype, [0.0]) == unit
+    assert calibrated_eps(dtype, [0.49 * unit]) == unit
+    assert calibrated_eps(dtype, [0.51 * unit]) == 1.02 * unit
 
 
 def test_eps_comes_from_greedy_outputs_that_are_the_targets(replayer, outputs):

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from ddtree.cli import loading
-from ddtree.cli.console import messages, write, write_json
+from ddtree.cli.console import messages, plain_text, write, write_json
 from ddtree.cli.options import Output, Panel, expand_settings
 from ddtree.cli.replay import reported
 from ddtree.config import Dtype, EngineConfig, Mode, SamplingParams, check, parse_budget
 from ddtree.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ddtree.engine.engine import Engine
     from ddtree.trace.baseline import BaselinePlan
 
 EPILOG = """Examples:
@@ -122,6 +122,13 @@ def _make(plan: BaselinePlan, path: Path, count: int | None, folder: Path, stder
     from ddtree.trace.baseline import make_baselines, read_prompts
 
     prompts = read_prompts(path, count)
-    with Progress(console=stderr, transient=True) as bar:
-        task = bar.add_task("answers", total=len(prompts) * len(plan.modes) * len(plan.dtypes))
-        return make_baselines(plan, prompts, folder, loading.load_engine, lambda: bar.advance(task))
+
+    def load(config: EngineConfig) -> Engine:
+        stderr.print(plain_text(f"{config.dtype.value}: loading {config.model}"))
+        return loading.load_engine(config)
+
+    # Lines and no bar: they tell as much in a log, and in a terminal what is done stays to be seen.
+    def on_prompt(dtype: Dtype, mode: Mode, number: int) -> None:
+        stderr.print(f"{dtype.value}, {mode.value}: prompt {number} of {len(prompts)}")
+
+    return make_baselines(plan, prompts, folder, load, on_prompt)

@@ -12,11 +12,9 @@ from ddtree.cli.console import StdoutConsole, write_json
 from ddtree.cli.exit_codes import TEXTS_DIFFER
 from ddtree.cli.replay import (
     DeviceFlag,
-    DtypeFlag,
     EpsFlag,
     EpsFromFlag,
     JsonFlag,
-    ModelFlag,
     OrderFlag,
     replay_options,
     reported,
@@ -31,13 +29,26 @@ ddtree compare embedded.jsonl sglang.jsonl --model Qwen/Qwen3-8B --eps-from plai
 
 ddtree compare before.jsonl after.jsonl --json"""
 
+JudgeFlag = Annotated[
+    str | None,
+    typer.Option("--model", help="target to judge places where texts part: a known name, a local folder or a "
+                 "Hugging Face name (default: none is loaded, the traces' margins judge)", metavar="NAME",
+                 rich_help_panel="Target"),
+]  # fmt: skip
+JudgeDtypeFlag = Annotated[
+    str | None,
+    typer.Option("--dtype", help="number format that --model is loaded in: float32, bfloat16 or float16 "
+                 "(default: the traces', float32 where they differ)", metavar="NAME",
+                 rich_help_panel="Target"),
+]  # fmt: skip
+
 
 def compare(
     a: Annotated[Path, typer.Argument(help="a trace or an outputs file", show_default=False)],
     b: Annotated[Path, typer.Argument(help="another one of the same requests", show_default=False)],
     *,
-    model: ModelFlag = None,
-    dtype: DtypeFlag = None,
+    model: JudgeFlag = None,
+    dtype: JudgeDtypeFlag = None,
     device: DeviceFlag = "auto",
     engine: OrderFlag = None,
     eps: EpsFlag = None,

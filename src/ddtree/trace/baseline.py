@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from ddtree.trace_format import Detail, parse_line
 
 Prompt = str | tuple[int, ...]
 """A text, or the token ids of one."""
+OnPrompt = Callable[[Dtype, Mode, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,13 @@ def make_baselines(
     prompts: Sequence[Prompt],
     folder: Path,
     load: Callable[[EngineConfig], Engine] = Engine.load,
-    on_answer: Callable[[], None] = lambda: None,
+    on_prompt: OnPrompt = lambda dtype, mode, number: None,
 ) -> dict[str, dict[str, Any]]:
     """Answer prompts in every number format and mode; returns totals by file.
 
     Args:
         load: makes an engine of settings; one a number format is in memory at a time.
-        on_answer: is called after each answer.
+        on_prompt: is called before each answer with its number format, mode and prompt, counted from 1.
 
     Raises:
         ConfigError: the folder cannot be written, or a prompt does not fit.
@@ -120,7 +122,8 @@ def make_baselines(
             for prompt in prompts
         ]  # fmt: skip
         for mode in plan.modes:
-            made[str(files[dtype, mode])] = _make(plan, engine, encoded, mode, files[dtype, mode], on_answer)
+            made[str(files[dtype, mode])] = _make(plan, engine, encoded, mode, files[dtype, mode],
+                                                   partial(on_prompt, dtype, mode))  # fmt: skip
         del engine  # before the next one is loaded
         gc.collect()
     return made
@@ -128,17 +131,17 @@ def make_baselines(
 
 def _make(
     plan: BaselinePlan, engine: Engine, prompts: Sequence[tuple[int, ...]], mode: Mode, path: Path,
-    on_answer: Callable[[], None],
+    on_prompt: Callable[[int], None],
 ) -> dict[str, Any]:  # fmt: skip
     tokens, seconds = 0, 0.0
     lengths: Counter[int] = Counter()
     with TraceRecorder(path, Detail.FULL) as recorder:
-        for prompt in prompts:
+        for number, prompt in enumerate(prompts, 1):
+            on_prompt(number)
             budget: int | Literal["auto"] = plan.node_budget if mode is Mode.TREE else "auto"
             stats = recorder.generate(engine, Request(prompt, plan.sampling, mode, budget)).stats
             tokens, seconds = tokens + stats.new_tokens, seconds + stats.decode_s
             lengths += stats.accept_histogram
-            on_answer()
     rounds = lengths.total()
     length = sum(length * count for length, count in lengths.items()) / rounds if rounds else 0.0
     return {

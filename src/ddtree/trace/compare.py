@@ -180,6 +180,9 @@ def acceptance_of(answers: Sequence[Answer]) -> Acceptance | None:
 
 
 def _compare_acceptance(made: Comparison) -> None:
+    answers = [*made.a.answers, *made.b.answers]
+    if all(answer.mode == "ar" and set(answer.accept_lengths or ()) <= {1} for answer in answers):
+        return  # nothing was drafted
     made.acceptance = (acceptance_of(made.a.answers), acceptance_of(made.b.answers))
     pairs = [pair for pair in made.pairs if pair.a.accept_lengths and pair.b.accept_lengths]
     made.is_like_for_like = _is_like_for_like(made, pairs)

@@ -12,7 +12,14 @@ from ddtree.errors import ConfigError, short_repr
 from ddtree.models import resolve_target
 from ddtree.trace.choice import Noise
 from ddtree.trace.compare import Comparison, compare_runs
-from ddtree.trace.judge import Judged, calibrated_eps, judge_outputs, largest_plain_gap
+from ddtree.trace.judge import (
+    CALIBRATION_MARGIN,
+    Judged,
+    calibrated_eps,
+    judge_outputs,
+    largest_plain_gap,
+    measured_eps,
+)
 from ddtree.trace.outputs import Order, Output
 from ddtree.trace.replay import Replayer
 from ddtree.trace.run_file import Answer, Run, Tokenizer, read_run
@@ -142,7 +149,7 @@ def compare_files(first: Path, second: Path, options: ReplayOptions, load: Load 
     elif options.eps_from is not None:
         raise ConfigError("--eps-from is measured by replay: name the target with --model")
     exact = all(run.dtype == "float32" for run in runs)
-    eps, _ = settle_eps("float32" if exact else "16 bits", options, replayer, runs)
+    eps, _ = settle_eps("float32" if exact else _coarsest(runs, options), options, replayer, runs)
     return compare_runs(runs[0], runs[1], eps, replayer)
 
 
@@ -198,8 +205,8 @@ def settle_eps(
 ) -> tuple[float | None, str]:
     """The largest gap that is rounding, None where it is not known, and where it comes from.
 
-    In a 16-bit format it is twice the largest gap of plain decoding's greedy outputs: those of
-    `eps_from`, or the ones that a run holds itself.
+    In a 16-bit format it is twice the largest gap of plain decoding's greedy outputs, those of `eps_from`
+    or the ones that a run holds itself, and no less than the floor of the format (`EPS_FLOORS`).
     """
     if options.eps is not None:
         return options.eps, "--eps"
@@ -217,13 +224,16 @@ def settle_eps(
             return None, ""
     outputs = [answer.output for answer in answers]
     gap = largest_plain_gap(replayer, outputs, source)
-    eps = calibrated_eps("16 bits", (gap,))
-    if eps is None:
-        raise ConfigError(
-            f"{source}: no greedy token of plain decoding misses the target's choice, so that how much is "
-            "rounding does not show: give more outputs, or --eps"
-        )
+    eps = measured_eps(dtype, gap)
+    if eps > CALIBRATION_MARGIN * gap:
+        return eps, f"the least in {dtype}, since the largest gap of {source} is {gap:.4g}"
     return eps, f"twice the largest gap of {source}, {gap:.4g}"
+
+
+def _coarsest(runs: Sequence[Run], options: ReplayOptions) -> str:
+    """The 16-bit format that rounds most of those that the runs may be in."""
+    formats = {run.dtype or options.dtype for run in runs}
+    return "float16" if formats <= {"float16", "float32"} else "bfloat16"
 
 
 def _is_greedy(answer: Answer) -> bool:

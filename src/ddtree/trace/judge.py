@@ -15,6 +15,10 @@ from ddtree.trace.replay import GAP_STEPS, Replayer, Violation, swapped
 FLOAT32_EPS = 1e-3
 # The largest of so many near ties says little about the largest of as many others.
 CALIBRATION_MARGIN = 2.0
+# Least allowed gaps by number format, since few tokens may show no near tie at all. In 16 bits the margin
+# times the rounding of a logit of 32, half a unit there: bfloat16 keeps 8 bits, so that a unit is 0.25, and
+# float16 keeps 11, so that it is an eighth of that.
+EPS_FLOORS = {"float32": FLOAT32_EPS, "bfloat16": 0.25, "float16": 0.03125}
 MAX_PLAIN_GAP = 2.0  # logits; in bfloat16 plain SGLang's were at most 0.375 (docs/benchmarks.md)
 PLANTED = 8  # outputs of a run that get a planted fault
 PLANT_TOKENS = 16  # of an output that gets one: both orders of two tokens may be about as likely
@@ -137,12 +141,17 @@ def _sort(judged: Judged, outputs: Sequence[Output]) -> None:
 def calibrated_eps(dtype: str, gaps: Iterable[float]) -> float | None:
     """Largest gap that is allowed in a number format, from the largest gaps of plain greedy runs.
 
-    None in a 16-bit format without such a gap to measure it on.
+    None in a 16-bit format without a run to measure it on; fixed in float32.
     """
     if dtype == "float32":
         return FLOAT32_EPS
-    largest = max(gaps, default=0.0)
-    return CALIBRATION_MARGIN * largest if largest > 0 else None
+    largest = max(gaps, default=None)
+    return None if largest is None else measured_eps(dtype, largest)
+
+
+def measured_eps(dtype: str, largest: float) -> float:
+    """Twice the largest gap of plain greedy runs, and no less than the floor of the number format."""
+    return max(CALIBRATION_MARGIN * largest, EPS_FLOORS[dtype])
 
 
 def largest_plain_gap(replayer: Replayer, outputs: Sequence[Output], source: str) -> float:

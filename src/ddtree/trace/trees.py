@@ -62,10 +62,13 @@ def compare_trees(pairs: Sequence[Pair], *, is_exact: bool) -> TreeComparison | 
 
 
 def aligned_rounds(pair: Pair) -> Iterator[tuple[TraceRound, TraceRound]]:
-    """Rounds with trees at the same position behind the same text, of one mode and node budget."""
+    """Rounds with trees at the same position behind the same text, of one mode and node budget.
+
+    A round of mode ar has drafted nothing: its root alone is no tree.
+    """
     split = first_difference(pair.a.output.tokens, pair.b.output.tokens)
     end = len(pair.a.output.prompt) + (len(pair.a.output.tokens) if split is None else split)
-    others = {entry.position: entry for entry in pair.b.rounds if entry.tokens}
+    others = {entry.position: entry for entry in pair.b.rounds if entry.tokens and entry.mode != "ar"}
     for one in pair.a.rounds:
         other = others.get(one.position)
         if other is None or not one.tokens or one.position >= end or one.root != other.root:
