@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -109,7 +110,7 @@ class TextAnswer(Answer):
     choices: list[TextChoice]
 
 
-class AnswerWriter:
+class AnswerWriter(ABC):
     """Writes one answer, at once or in chunks.
 
     Args:
@@ -125,9 +126,9 @@ class AnswerWriter:
         self._asked, self._texts = asked, texts
         self._head: dict[str, Any] = {"id": answer_id, "created": int(time.time()), "model": model}
 
+    @abstractmethod
     def answer(self, generation: Generation, queue_s: float) -> Answer:
         """The whole answer."""
-        raise NotImplementedError
 
     def opening(self) -> list[dict[str, Any]]:
         """Chunks before any text."""
@@ -156,11 +157,13 @@ class AnswerWriter:
         }  # fmt: skip
         return chunk | {"usage": None} if self._asked.has_usage else chunk
 
+    @abstractmethod
     def _part(self, text: str, logprobs: BaseModel | None, finish: str | None) -> dict[str, Any]:
-        raise NotImplementedError
+        """The choice of a chunk."""
 
+    @abstractmethod
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> BaseModel:
-        raise NotImplementedError
+        """Log-probabilities as the endpoint shows them."""
 
 
 class ChatWriter(AnswerWriter):
