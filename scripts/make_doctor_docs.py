@@ -13,14 +13,16 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from ddtree.doctor.backends import default_backend, family_of, usable_backends
+from ddtree.doctor.examine import examine
+from ddtree.doctor.plan import Plan
+from ddtree.doctor.report import Finding, Section
+from ddtree.doctor.text import section_lines
+
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
-from ddtree.doctor.backends import default_backend, family_of, usable_backends  # noqa: E402
-from ddtree.doctor.examine import examine  # noqa: E402
-from ddtree.doctor.plan import Plan  # noqa: E402
-from ddtree.doctor.report import Finding, Section  # noqa: E402
-from ddtree.doctor.text import section_lines  # noqa: E402
+# Behind the line that makes it importable: the page shows the installations of the tests.
 from doctor_kit import RTX_PRO_6000, around, install_plugin, install_wheel, users_layout  # noqa: E402
 
 PAGE = ROOT / "docs" / "doctor.md"

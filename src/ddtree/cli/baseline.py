@@ -53,7 +53,7 @@ def baseline(
         list[str],
         typer.Option(help="only this number format (repeatable; default: float32 and bfloat16)",
                      metavar="NAME", rich_help_panel="Baseline", show_default=False),
-    ] = [],  # noqa: B006
+    ] = [],  # noqa: B006 (as above)
     budget: Annotated[
         int, typer.Option(help="nodes of the tree in mode tree, root not counted", metavar="N",
                           rich_help_panel="Baseline"),

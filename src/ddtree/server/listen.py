@@ -18,6 +18,8 @@ from ddtree.server.app import create_app
 from ddtree.server.service import Service
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from ddtree.engine.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -94,10 +96,10 @@ def serve(
     return server.exit_signal
 
 
-def uvicorn_config(app: object) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI) -> uvicorn.Config:
     """How uvicorn runs the application: plain HTTP/1.1, no logging of its own, nobody's headers believed."""
     return uvicorn.Config(
-        app,  # type: ignore[arg-type]
+        app,
         http="h11", ws="none", loop="asyncio", lifespan="on", log_config=None, access_log=False,
         proxy_headers=False, server_header=False, backlog=BACKLOG, timeout_graceful_shutdown=LAST_BYTES_S,
     )  # fmt: skip
