@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ddtree import Engine, EngineConfig
+from ddtree.bench.datasets import SHIPPED_SETS, load_prompt_set
 from ddtree.config import Dtype
 from ddtree.engine.stock_target import StockTarget
 from ddtree.models import resolve_target
 from ddtree.provenance import provenance
 
-PROMPTS = Path(__file__).parent / "data" / "prompts"
-SETS = ("gsm8k", "humaneval", "mt_bench")
+SETS = tuple(SHIPPED_SETS)
 
 
 def engine_arguments(parser: argparse.ArgumentParser, **defaults: str) -> None:
@@ -58,9 +58,7 @@ def load_stock(name: str, engine: Engine) -> StockTarget:
 
 def load_prompts(name: str, count: int) -> list[str]:
     """First user turns of a prompt set, in file order."""
-    with (PROMPTS / f"{name}.jsonl").open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    return [row["turns"][0] for row in rows[:count]]
+    return [prompt.turns[0] for prompt in load_prompt_set(name, count).prompts]
 
 
 def write_results(output: Path | None, results: dict[str, Any]) -> None:
