@@ -29,6 +29,7 @@ from typing import Any
 from common import SETS, load_prompts
 from ddtree.trace import target
 from ddtree.trace.files import KEEPS_OVERRUN
+from ddtree.trace.grammar import grammar_masks
 from ddtree.trace.judge import calibrated_eps, judge_outputs
 from ddtree.trace.outputs import Output
 from ddtree.trace.replay import Replayer
@@ -43,7 +44,6 @@ from sglang_common import (
     sglang_arguments,
 )
 from sglang_faults import FAULT_FILE, FAULTS, PLUGIN
-from sglang_replay import regex_masks
 
 FAULT_TIMES_EPS = 10
 FAULT_PROMPTS = 8
@@ -181,7 +181,7 @@ def load_replayer(args: argparse.Namespace) -> Replayer:
     replayer = target.load_replayer(args.model, args.dtype, noise=keyed_gumbel)
     if args.grammar_backend == "xgrammar":
         tokenizer = target.load_tokenizer(args.model)
-        replayer.make_masks = regex_masks(tokenizer, replayer.vocab_size, replayer.stop_tokens)
+        replayer.make_masks = grammar_masks(tokenizer, replayer.vocab_size, replayer.stop_tokens)
     return replayer
 
 

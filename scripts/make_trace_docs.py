@@ -1,4 +1,5 @@
-"""Writes the tables in docs/traces.md: of the format from its dataclasses, of the cost from its results file.
+"""Writes the tables in docs/traces.md, of the format from its dataclasses and of the cost from its results
+file, and the table of findings in docs/compare.md.
 
 Run: python scripts/make_trace_docs.py
 """
@@ -9,10 +10,12 @@ import json
 from dataclasses import MISSING
 from pathlib import Path
 
+from ddtree.trace.findings import MEANINGS
 from ddtree.trace_format import FIELDS, FORMAT, TYPE_NAMES, VERSION, TraceHeader
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "traces.md"
+COMPARE_PAGE = ROOT / "docs" / "compare.md"
 RESULTS = ROOT / "results" / "trace_overhead.json"
 HEAD = "| field | kind | always there | meaning |\n| --- | --- | --- | --- |\n"
 
@@ -22,6 +25,16 @@ def render(page: str) -> str:
     for record_type in FIELDS:
         page = replace_part(page, TYPE_NAMES.get(record_type, "header"), table(record_type))
     return replace_part(page, "overhead", overhead())
+
+
+def render_compare(page: str) -> str:
+    """docs/compare.md with its table of findings made anew."""
+    rows = [
+        f"| `{kind}` | {meaning.told_by} | {meaning.seen} | {meaning.usually} |\n"
+        for kind, meaning in MEANINGS.items()
+    ]
+    head = "| finding | told by | what was seen | what it usually means |\n| --- | --- | --- | --- |\n"
+    return replace_part(page, "findings", head + "".join(rows))
 
 
 def replace_part(page: str, name: str, text: str) -> str:
@@ -79,4 +92,5 @@ def cost(quartiles: dict[str, float]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, render_page in ((PAGE, render), (COMPARE_PAGE, render_compare)):
+        path.write_text(render_page(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -59,6 +59,7 @@ PLUGIN: Effects = {
     "metrics": ("counters on the host, no wait", NONE, NONE),
     "check_ranks": ("a gather and a wait a round; for debugging", NONE, NONE),
     "trace_file": ("a line a round, written off the round's path; for debugging", NONE, NONE),
+    "trace_detail": ("full: path logits read once more, longer lines", "full: 256 rows of logits", NONE),
 }  # fmt: skip
 SERVER: Effects = {
     "host": (NONE, NONE, NONE),

@@ -122,6 +122,14 @@ def real_engine(folder: Path, max_context: int, vocab_size: int = 32) -> Engine:
 
     Rotary tables end where `Engine.load` ends them, a block past the context.
     """
+    target, drafter, _ = load_real_pair(folder, max_context, vocab_size)
+    return tiny_engine(target, drafter, max_context=max_context)
+
+
+def load_real_pair(
+    folder: Path, max_context: int, vocab_size: int = 32
+) -> tuple[TargetModel, Drafter, PreTrainedModel]:
+    """Target and drafter of `real_engine`, and the target's transformers model."""
     model = tiny_llama(vocab_size=vocab_size)
     model.config.max_position_embeddings = 2048
     max_positions = max_context + BLOCK_SIZE
@@ -129,20 +137,20 @@ def real_engine(folder: Path, max_context: int, vocab_size: int = 32) -> Engine:
     drafter_folder = write_tiny_drafter(
         folder / "drafter", model, BLOCK_SIZE, max_position_embeddings=max_positions
     )
-    drafter = load_tiny_drafter(drafter_folder, model, max_positions)
-    return tiny_engine(target, drafter, max_context=max_context)
+    return target, load_tiny_drafter(drafter_folder, model, max_positions), model
 
 
 class Recorder:
-    """Keeps what each round did, its tree too, without its time."""
+    """Keeps what each round did, its tree too, without its times."""
 
     wants_trees = True
+    wants_stages = False
 
     def __init__(self) -> None:
         self.rounds: list[RoundStats] = []
 
     def on_round(self, stats: RoundStats) -> None:
-        self.rounds.append(dataclasses.replace(stats, round_ms=0.0))
+        self.rounds.append(dataclasses.replace(stats, round_ms=0.0, stages_ms=None))
 
 
 def rounds_of(engine: Engine, request: Request) -> list[RoundStats]:

@@ -229,6 +229,9 @@ class PluginConfig:
     trace_file: str = setting(
         "", "for debugging: file to which rank 0 writes every round (docs/traces.md); empty for none"
     )
+    trace_detail: str = setting(
+        "summary", "of the trace: summary, or full, with trees and target log-probabilities too; slower"
+    )
 
     def __post_init__(self) -> None:
         check(
@@ -251,6 +254,7 @@ class PluginConfig:
             isinstance(self.trace_file, str) and "\0" not in self.trace_file,
             "trace_file", self.trace_file, "the path of a file, or empty for none",
         )  # fmt: skip
+        check(self.trace_detail in ("summary", "full"), "trace_detail", self.trace_detail, "summary or full")
 
     @property
     def num_candidates(self) -> int:

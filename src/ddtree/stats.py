@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ddtree.config import Mode
+
+Stage = Literal["draft", "build", "verify", "accept", "commit"]
+STAGES: tuple[Stage, ...] = ("draft", "build", "verify", "accept", "commit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +19,9 @@ class RoundStats:
 
     `accept_tokens` are the committed tokens, the bonus token last; `accept_indices` the path's nodes,
     the root (0) first. `draft_tokens`, `parents` and `log_probs` describe the whole tree; they are
-    filled only when an observer asks for trees, since reading them costs time.
+    filled only when an observer asks for trees, since reading them costs time. `stages_ms` are the
+    milliseconds of each step, filled only when an observer asks for stages: on a CPU on the clock; on a CUDA
+    device on its own clock, where such a round is one graph a step instead of one graph in all.
     """
 
     mode: Mode
@@ -29,6 +35,7 @@ class RoundStats:
     parents: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
     accept_indices: tuple[int, ...] = ()
+    stages_ms: Mapping[Stage, float] | None = None
 
     @property
     def num_accept_tokens(self) -> int:
@@ -42,9 +49,15 @@ class RoundStats:
 
 
 class RoundObserver(Protocol):
-    """Is told about every round of a request, in order, after its commit."""
+    """Is told about every round of a request, in order, after its commit.
+
+    Attributes:
+        wants_trees: whether the rounds' trees are read for it.
+        wants_stages: whether the rounds' steps are timed for it.
+    """
 
     wants_trees: bool
+    wants_stages: bool
 
     def on_round(self, stats: RoundStats) -> None: ...
 

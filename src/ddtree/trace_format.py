@@ -101,7 +101,12 @@ class TraceRound:
         "its second best (the margin), both before bias, penalties and temperature",
         (),
     )
-    stages_ms: Mapping[str, Any] | None = described("object", "times of the round's steps, where known", None)
+    stages_ms: Mapping[str, Any] | None = described(
+        "object",
+        "full, embedded engine: milliseconds of `draft`, `build`, `verify`, `accept`, `commit`; on a CUDA "
+        "device on its own clock, and with CUDA graphs of a round that is replayed as a graph a step",
+        None,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def test_different_runs_end_with_1_and_name_it(command, same, other):
     code, out, _ = command("compare", same[0], other)
     assert code == 1
     assert "DIFFERENT, text: r2: texts part at token 40 (position 43): A " in out
-    assert "DIFFERENT, rounds: B, r2: round " in out
+    assert "DIFFERENT, round_commit: B, r2: round " in out
 
 
 def test_the_json_report_has_all_of_it(command, same, other):
@@ -58,7 +58,7 @@ def test_the_json_report_has_all_of_it(command, same, other):
     report = json.loads(out)
     assert (code, report["is_different"], report["requests"], report["equal_texts"]) == (1, True, 10, 9)
     assert report["divergences"][0]["index"] == 40
-    assert {found["kind"] for found in report["findings"]} == {"text", "rounds"}
+    assert {found["kind"] for found in report["findings"]} == {"text", "round_commit"}
     assert report["acceptance"]["a"]["accept_length"] > 1
 
 

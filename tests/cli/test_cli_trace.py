@@ -1,4 +1,4 @@
-"""`ddtree generate --trace`: the same text, and a trace of how it came."""
+"""`ddtree generate --trace` and `demo --trace`: the same text, and a trace of how it came."""
 
 import pytest
 
@@ -60,3 +60,21 @@ def test_a_detail_without_a_trace_is_told(command, loads):
 
 def test_an_unknown_detail_is_refused(refused, loads):
     assert "'trees'" in refused(*FLAGS, "--trace-detail", "trees")
+
+
+def test_a_trace_of_the_demo_has_every_prompt_in_every_mode(command, loads, tmp_path):
+    path = tmp_path / "t.jsonl"
+    flags = ("demo", "--max-tokens", "6", "--budget", "4")
+    code, out, _ = command(*flags, "--trace", str(path), "--trace-detail", "full")
+    assert code == 0
+    assert "3 of 3 texts identical" in out
+    requests = read_trace(path).requests
+    assert [traced.request.mode for traced in requests] == [*Mode] * 3
+    assert len({traced.request.prompt_tokens for traced in requests}) == 3
+    assert all(len(traced.tokens) == 6 for traced in requests)
+    assert all(each.tokens for traced in requests for each in traced.rounds)
+
+
+def test_a_trace_of_the_demo_is_refused_before_anything_is_loaded(refused, loads, tmp_path):
+    assert "name another" in refused("demo", "--trace", str(tmp_path / "none" / "t.jsonl"))
+    assert loads == []

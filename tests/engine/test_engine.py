@@ -130,7 +130,7 @@ def test_leaving_the_loop_frees_the_engine(engine):
 
 def test_an_error_in_an_observer_frees_the_engine(engine):
     class Broken:
-        wants_trees = False
+        wants_trees = wants_stages = False
 
         def on_round(self, stats):
             raise RuntimeError("observer broke")
@@ -183,6 +183,7 @@ def test_inference_mode_does_not_leak(engine, mode):
 
     class Observer:
         wants_trees = True
+        wants_stages = False
 
         def on_round(self, stats):
             seen.append(torch.is_inference_mode_enabled())

@@ -8,13 +8,15 @@ from torch.utils._pytree import tree_flatten
 
 from ddtree.config import Mode, SamplingParams
 from ddtree.engine.request import Request
-from ddtree.engine.round_runner import GraphRunner
+from ddtree.engine.round_runner import EagerRunner, GraphRunner
 from ddtree.engine.sampling import TokenChooser, choose_along_path, count_paths
+from ddtree.stats import STAGES
 from ddtree.tree import DraftMarginals, build_draft_trees, tree_layout
 from engine_kit import (
     BLOCK_SIZE,
     PROMPT,
     VOCAB_SIZE,
+    Recorder,
     plain,
     real_engine,
     rounds_of,
@@ -193,3 +195,54 @@ def test_choosing_along_the_path_is_choosing_everywhere(fields):
         visited = along >= 0
         assert visited.sum() >= 2
         assert torch.equal(along[visited], everywhere[visited])
+
+
+class Watch(Recorder):
+    """Has the steps of every round timed, and keeps the times."""
+
+    wants_stages = True
+
+    def __init__(self):
+        super().__init__()
+        self.times = []
+
+    def on_round(self, stats):
+        super().on_round(stats)
+        self.times.append((stats.round_ms, stats.stages_ms))
+
+
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "frequency_penalty": 0.3}], ids=str)
+def test_timed_rounds_are_the_same_rounds(tmp_path, is_graph, fields):
+    engine = real_engine(tmp_path, max_context=256)
+    sampling = SamplingParams(max_tokens=16, **fields)
+    for mode, budget in [(Mode.TREE, 16), (Mode.CHAIN, 1), (Mode.AR, 1)]:
+        request = Request(tuple(range(20)), sampling, mode, budget)
+        engine.runner = EagerRunner(engine.pair, engine.sequence)
+        expected = rounds_of(engine, request)
+        if is_graph:
+            replaying(engine)
+        watch = Watch()
+        engine.generate(dataclasses.replace(request, observer=watch))
+        assert [seen.accept_tokens for seen in watch.rounds] == [seen.accept_tokens for seen in expected]
+        assert [seen.parents for seen in watch.rounds] == [seen.parents for seen in expected]
+        timed = [(round_ms, stages) for round_ms, stages in watch.times if stages is not None]
+        assert len(timed) == len(watch.rounds) - (is_graph and mode is not Mode.AR)  # a capture has no times
+        for round_ms, stages in timed:
+            assert tuple(stages) == STAGES
+            assert all(taken_ms >= 0 for taken_ms in stages.values())
+            assert sum(stages.values()) <= round_ms
+
+
+def test_rounds_that_nobody_times_have_no_times(tmp_path):
+    seen = []
+
+    class Plain(Watch):
+        wants_stages = False
+
+        def on_round(self, stats):
+            seen.append(stats.stages_ms)
+
+    request = Request(tuple(range(20)), SamplingParams(max_tokens=8), Mode.TREE, 8, observer=Plain())
+    real_engine(tmp_path, max_context=256).generate(request)
+    assert set(seen) == {None}

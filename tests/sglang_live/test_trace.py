@@ -2,7 +2,11 @@
 
 import pytest
 
+from ddtree.trace.figures import FigureCheck
+from ddtree.trace.findings import round_findings
 from ddtree.trace.read import read_trace
+from ddtree.trace.replay import Replayer
+from ddtree.trace.run_file import read_run
 from sglang_kit.prompts import prompt
 from sglang_kit.runs import request, run_engine, step
 
@@ -32,10 +36,12 @@ def run(qwen3_pair, folder):
         for i, (p, num_tokens) in enumerate(zip(prompts, LENGTHS, strict=True))
     ]
     aborted = request("aborted", prompts[0], GREEDY | {"max_new_tokens": 400}, abort_after_tokens=6)
+    alone = request("alone", prompts[1], GREEDY | {"max_new_tokens": 12}, plan=plans[1])
     # The trace's thread has had its turn when the last request comes.
     last = request("last", prompts[1], GREEDY | {"max_new_tokens": 1}, delay_s=1.0)
-    config = {"node_budget": NODE_BUDGET, "trace_file": "trace.jsonl"}
-    return run_engine(folder, qwen3_pair, [step([*requests, aborted]), step([last])], config=config)
+    config = {"node_budget": NODE_BUDGET, "trace_file": "trace.jsonl", "trace_detail": "full"}
+    steps = [step([*requests, aborted]), step([alone]), step([last])]
+    return run_engine(folder, qwen3_pair, steps, config=config)
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +106,23 @@ def test_sampling_parameters_are_in_the_names_of_ours(traced):
     assert (greedy["temperature"], greedy["top_k"]) == (0.0, 0)
     assert (sampled["temperature"], sampled["top_k"], sampled["seed"]) == (0.9, 20, 11)
     assert (sampled["frequency_penalty"], sampled["max_tokens"]) == (0.1, LENGTHS[3])
+
+
+def test_rounds_fit_their_trees(folder, traced):
+    assert list(round_findings(read_run(folder / "trace.jsonl"))) == []
+    rounds = [r for each in traced.values() for r in each.rounds]
+    assert all(1 < len(r.tokens) == len(r.parents) <= NODE_BUDGET + 1 for r in rounds)
+    assert all(r.log_probs[0] == 0 and list(r.log_probs) == sorted(r.log_probs, reverse=True) for r in rounds)
+
+
+def test_figures_are_the_target_s_where_nothing_changed_the_logits(folder, qwen3_pair):
+    run = read_run(folder / "trace.jsonl")
+    check = FigureCheck(run.answers, slack=1e-2)
+    replayer = Replayer(qwen3_pair.target, ())
+    for index, logits in replayer.logits(run.outputs):
+        check.add(index, logits)
+    assert list(check.findings()) == []
+    assert check.largest > 0
+    # The others shared batches with penalties; prefill's token has no figure.
+    known = [[figure is not None for figure in answer.margins] for answer in run.answers if answer.margins]
+    assert known == [[False] + [True] * 11]

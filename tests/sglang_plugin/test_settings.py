@@ -22,7 +22,7 @@ def test_defaults():
         ("candidate_topk", -1), ("candidate_topk", 1025), ("candidate_topk", "8"),
         ("mode", "ar"), ("mode", ["tree"]), ("mode", None),
         ("max_accept_tokens", -1), ("max_accept_tokens", 1.5),
-        ("metrics", 1), ("check_ranks", "no"),
+        ("metrics", 1), ("check_ranks", "no"), ("trace_detail", "all"), ("trace_detail", None),
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_allowed_is_named(field, value):

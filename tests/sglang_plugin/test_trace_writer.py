@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from ddtree.config import Mode, PluginConfig
-from ddtree.sglang_plugin import trace_writer
+from ddtree.sglang_plugin import trace_rows, trace_writer
 from ddtree.sglang_plugin.accept_path import AcceptPath
+from ddtree.sglang_plugin.trace_rows import full_rows
 from ddtree.sglang_plugin.trace_writer import RoundTracer, make_round_tracer, open_writer, sampling_fields
 from ddtree.trace.read import read_trace
-from ddtree.trace_format import TraceEnd, TraceHeader, TraceRequest, TraceRound, TraceWriter
+from ddtree.trace_format import Detail, TraceEnd, TraceHeader, TraceRequest, TraceRound, TraceWriter
+from ddtree.tree.draft_tree import DraftTree
 
 CPU = torch.device("cpu")
 HEADER = TraceHeader("sglang", {"name": "m"}, None, {}, "cpu", "float32", {}, "2026-01-01T00:00:00+00:00")
@@ -65,7 +67,7 @@ def tracer(monkeypatch):
     return RoundTracer(None, HEADER, Mode.TREE, 15, lambda req: 42)
 
 
-def add(tracer, *rounds, block=4):
+def add(tracer, *rounds, block=4, full=None):
     """A batch's round: (req, position, root, columns, tokens) each."""
 
     def row(values):
@@ -77,7 +79,7 @@ def add(tracer, *rounds, block=4):
         torch.tensor([len(r[3]) for r in rounds], dtype=torch.int32), torch.tensor([0] * len(rounds)),
     )  # fmt: skip
     roots, positions = (torch.tensor([r[at] for r in rounds]) for at in (2, 1))
-    tracer.add(reqs, roots, positions, path, tracer.begin(CPU))
+    tracer.add(reqs, roots, positions, path, tracer.begin(CPU), full)
     tracer.arrive()
 
 
@@ -107,6 +109,44 @@ def test_a_request_its_rounds_and_its_end(tracer):
     assert (end.id, end.tokens, end.finish_reason) == ("r0", (10, 11, 12, 13, 14), "length")
     assert end.stats == {"prompt_tokens": 3, "new_tokens": 5, "rounds": 2, "accept_length": 2.5}
     assert list(tracer._watched) == ["b"]
+
+
+NEG_INF = float("-inf")
+TREES = DraftTree(
+    tokens=torch.tensor([[10, 11, 12, 13], [20, 21, 0, 0]]),
+    parents=torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, -1]]),
+    depths=torch.tensor([[0, 1, 1, 2], [0, 1, 0, 0]]),
+    log_probs=torch.tensor([[0.0, -0.5, -1.0, -1.25], [0.0, -0.25, NEG_INF, NEG_INF]]),
+)
+
+
+@pytest.mark.parametrize("has_logits", [True, False])
+def test_full_rounds_have_trees_and_the_target_s_figures(tracer, monkeypatch, has_logits):
+    monkeypatch.setattr(trace_rows, "FIGURE_ROWS", 3)  # so that a batch takes several parts
+    req, other = Req("a"), Req("b", (1,))
+    tracer.see([req, other])
+    logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(0))
+    path = AcceptPath(
+        torch.tensor([[0, 2, -1, -1], [0, -1, -1, -1]]), torch.tensor([[12, 5, 0, 0], [7, 0, 0, 0]]),
+        torch.tensor([2, 1]), torch.tensor([5, 7]),
+    )  # fmt: skip
+    full = full_rows(TREES, path, logits if has_logits else None)
+    add(tracer, (req, 3, 10, [0, 2], [12, 5]), (other, 1, 20, [0], [7]), full=full)
+    req.finish([10, 12])  # the bonus token came too late
+    other.finish([20, 7])
+    passes(tracer)
+    first, second = tracer._writer.of(TraceRound)
+    assert (first.tokens, first.parents) == ((10, 11, 12, 13), (-1, 0, 0, 1))
+    assert first.log_probs == (0.0, -0.5, -1.0, -1.25)
+    assert (second.tokens, second.parents, second.log_probs) == ((20, 21), (-1, 0), (0.0, -0.25))
+    if not has_logits:
+        assert first.target == second.target == ()
+        return
+    for found, row, token in ((first.target, 0, 12), (second.target, 4, 7)):
+        ((log_prob, margin),) = found  # of emitted tokens only
+        best = logits[row].topk(2).values
+        assert log_prob == pytest.approx(float(logits[row].log_softmax(0)[token]), abs=1e-5)
+        assert margin == pytest.approx(float(best[0] - best[1]), abs=1e-5)
 
 
 @pytest.mark.parametrize("is_seen_late", [False, True])
@@ -291,6 +331,18 @@ def test_no_trace_where_none_is_wanted(tmp_path, file, tp_rank):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_detail_is_the_setting_s_and_is_told_where_it_has_no_effect(tmp_path, caplog):
+    with_file = PluginConfig(trace_file=str(tmp_path / "t.jsonl"), trace_detail="full")
+    tracer = make_round_tracer(with_file, worker(tmp_path), tp_rank=0, seed_of=hash)
+    tracer.close()
+    assert (tracer.detail, caplog.records) == (Detail.FULL, [])
+    assert (
+        make_round_tracer(PluginConfig(trace_detail="full"), worker(tmp_path), tp_rank=0, seed_of=hash)
+        is None
+    )
+    assert [r.getMessage() for r in caplog.records] == ["trace_detail full has no effect without trace_file"]
+
+
 @pytest.mark.parametrize(("mode", "node_budget"), [(Mode.TREE, 31), (Mode.CHAIN, 7)])
 def test_the_header_is_of_the_worker(tmp_path, mode, node_budget):
     config = PluginConfig(trace_file=str(tmp_path / "t.jsonl"), mode=mode)
@@ -310,12 +362,15 @@ def test_on_a_gpu_nothing_waits(tmp_path):
     req, device = Req("a"), torch.device("cuda")
     path = AcceptPath(*(torch.tensor(values, device=device) for values in ([[0, 1]], [[11, 12]], [2], [12])))
     roots, positions = torch.tensor([10], device=device), torch.tensor([3], device=device)
+    trees = [part.pin_memory() for part in (TREES.tokens, TREES.parents, TREES.depths, TREES.log_probs)]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         begin = tracer.begin(device)
         tracer.see([req])
-        tracer.add([req], roots, positions, path, begin)
+        tree = DraftTree(*(part[:1].to(device, non_blocking=True) for part in trees))
+        logits = torch.zeros(4, 30, device=device)
+        tracer.add([req], roots, positions, path, begin, full_rows(tree, path, logits))
         tracer.arrive()
     finally:
         torch.cuda.set_sync_debug_mode("default")

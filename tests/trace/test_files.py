@@ -233,7 +233,11 @@ def test_a_text_is_read_as_the_target_would_have_written_it(model, load, tmp_pat
         ({"dtype": None}, {}, "give --dtype"),
         ({"tokens": [1, 999]}, {}, "the token 999 is not the target's"),
         ({"sampling": {"temperature": 1.0}}, {}, "line 1 was sampled without a seed"),
-        ({"sampling": {"temperature": 0, "regex": "a"}}, {}, "regular expression"),
+        (
+            {"sampling": {"temperature": 0, "regex": "a"}, "engine": "embedded"},
+            {},
+            "has regex, which",
+        ),
         ({"sampling": {"temperature": 0, "logit_bias": {"300": 1}}}, {}, "the token 300"),
     ],
 )

@@ -230,7 +230,7 @@ def test_a_stream_that_is_left_or_cancelled_ends_as_cancelled(engines, tmp_path)
 
 def test_a_request_that_fails_has_no_end(engines, tmp_path):
     class Fault:
-        wants_trees = False
+        wants_trees = wants_stages = False
 
         def on_round(self, stats):
             if stats.prefix_len > len(PROMPT) + 8:

@@ -1,6 +1,7 @@
 """Outputs files and traces as runs, and what of them is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from compare_kit import edited, records, write_outputs, write_trace
 from ddtree.errors import ConfigError
 from ddtree.trace.outputs import Sampling
 from ddtree.trace.run_file import read_run
-from ddtree.trace_format import TraceEnd, to_line
+from ddtree.trace_format import TraceEnd, TraceRound, to_line
 
 ROW = {"prompt_tokens": [5, 6], "tokens": [7, 8], "sampling": {"temperature": 0}}
 
@@ -40,10 +41,16 @@ def test_a_request_without_an_end_is_counted_and_left_out(tmp_path):
     assert ([answer.output.name for answer in run.answers], run.num_unfinished) == (["r0", "r2"], 1)
 
 
-def test_margins_that_are_not_of_every_token_are_left_out(tmp_path):
+def test_figures_stand_at_their_tokens_whatever_is_missing(tmp_path):
     lines = edited(records(1), lambda line: isinstance(line, TraceEnd),
                    lambda line: TraceEnd(line.id, line.tokens, "length", {}))  # fmt: skip
-    assert read_run(write_trace(tmp_path / "t.jsonl", lines)).answers[0].margins == ()
+    second = next(line for line in lines if isinstance(line, TraceRound) and line.round == 2)
+    lines = edited(lines, lambda line: line is second, lambda line: replace(line, target=()))
+    margins = read_run(write_trace(tmp_path / "t.jsonl", lines)).answers[0].margins
+    missing = {0, *(second.position - 2 + number for number in range(len(second.accept_tokens)))}
+    assert {place for place, figure in enumerate(margins) if figure is None} == missing
+    bare = [replace(line, target=()) if isinstance(line, TraceRound) else line for line in lines]
+    assert read_run(write_trace(tmp_path / "t.jsonl", bare)).answers[0].margins == ()
 
 
 def test_a_trace_that_breaks_off_is_read_up_to_there(tmp_path):

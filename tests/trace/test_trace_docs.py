@@ -3,8 +3,10 @@
 import re
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import get_args
 
 import ddtree
+from ddtree.trace.findings import Kind
 from ddtree.trace.record import TraceRecorder
 from ddtree.trace_format import TraceHeader, TraceRequest, TraceRound, to_line
 
@@ -18,6 +20,15 @@ def test_the_tables_are_current():
     spec.loader.exec_module(script)
     assert script.render(PAGE) == PAGE, "run: python scripts/make_trace_docs.py"
     assert "| `accept_indices` | ints | yes |" in PAGE
+
+
+def test_the_table_of_findings_is_current():
+    spec = spec_from_file_location("make_trace_docs", ROOT / "scripts" / "make_trace_docs.py")
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = script.COMPARE_PAGE.read_text(encoding="utf-8")
+    assert script.render_compare(page) == page, "run: python scripts/make_trace_docs.py"
+    assert all(f"| `{kind}` |" in page for kind in get_args(Kind))
 
 
 def test_the_program_that_reads_one_runs(tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ from ddtree.stats import RoundObserver
 if TYPE_CHECKING:
     from ddtree.engine.engine import Engine
     from ddtree.engine.request import Generation
+    from ddtree.trace.record import TraceRecorder
 
 WARM_UP_TOKENS = 8
 
@@ -62,14 +63,25 @@ class Comparison:
 
 
 def compare(
-    engine: Engine, examples: Sequence[Example], sampling: SamplingParams, node_budget: int | Literal["auto"]
+    engine: Engine,
+    examples: Sequence[Example],
+    sampling: SamplingParams,
+    node_budget: int | Literal["auto"],
+    recorder: TraceRecorder | None = None,
 ) -> Iterator[Comparison]:
-    """Decode each example plainly, as a chain and as a tree, one after the other, after a short warm-up."""
+    """Decode each example plainly, as a chain and as a tree, one after the other, after a short warm-up.
+
+    The recorder gets all but the warm-up.
+    """
     for mode in Mode:
         generate(engine, examples[0], replace(sampling, max_tokens=WARM_UP_TOKENS), mode, node_budget)
     for example in examples:
         yield Comparison(
-            example, {mode: generate(engine, example, sampling, mode, node_budget) for mode in Mode}
+            example,
+            {
+                mode: generate(engine, example, sampling, mode, node_budget, recorder=recorder)
+                for mode in Mode
+            },
         )
 
 
@@ -80,11 +92,13 @@ def generate(
     mode: Mode,
     node_budget: int | Literal["auto"],
     observer: RoundObserver | None = None,
+    recorder: TraceRecorder | None = None,
 ) -> Generation:
-    """Decode one example in one mode."""
+    """Decode one example in one mode, recorded where there is a recorder."""
     from ddtree.engine.request import Request
 
-    return engine.generate(Request(engine.encode(example.prompt), sampling, mode, node_budget, observer))
+    request = Request(engine.encode(example.prompt), sampling, mode, node_budget, observer)
+    return engine.generate(request) if recorder is None else recorder.generate(engine, request)
 
 
 def total_speedup(comparisons: Sequence[Comparison], mode: Mode) -> float:

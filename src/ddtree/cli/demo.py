@@ -13,12 +13,13 @@ from ddtree.cli import loading
 from ddtree.cli.comparison import EXAMPLES, Comparison, compare, generate, total_speedup
 from ddtree.cli.console import StdoutConsole, messages, plain_text, write_json
 from ddtree.cli.exit_codes import TEXTS_DIFFER
-from ddtree.cli.generate import stats_report
+from ddtree.cli.generate import TraceDetailFlag, TraceFlag, open_recorder, stats_report
 from ddtree.cli.options import BudgetFlag, Output, Panel, expand_settings
 from ddtree.cli.tree_view import LEGEND, Decode, LongestPath, draw_tree
 from ddtree.config import Dtype, EngineConfig, Mode, SamplingParams, parse_budget
 from ddtree.provenance import provenance
 from ddtree.stats import RoundStats
+from ddtree.trace_format import Detail
 
 if TYPE_CHECKING:
     from ddtree.engine.engine import Engine
@@ -36,7 +37,9 @@ ddtree demo
 
 ddtree demo --budget 32 --dtype bfloat16
 
-ddtree demo --temperature 1 --seed 7 --json"""
+ddtree demo --temperature 1 --seed 7 --json
+
+ddtree demo --trace rounds.jsonl --trace-detail full"""
 
 
 @expand_settings
@@ -48,20 +51,24 @@ def demo(
     ],
     engine: Annotated[EngineConfig, Panel("Engine", DEFAULT_ENGINE)],
     output: Annotated[Output, Panel("Output", Output())],
+    trace: TraceFlag = None,
+    trace_detail: TraceDetailFlag = Detail.SUMMARY,
 ) -> None:
     """Answer three prompts plainly, with a drafted chain and with a draft tree, and compare.
+
+    A trace holds these nine requests; at detail full it takes time, which the figures then have in them.
 
     Ends with 1 if a text differs in float32, where all three must agree.
     """
     node_budget = parse_budget(budget, "--budget")
     loading.check_drafter(engine, Mode.TREE)
     is_exact = engine.dtype is Dtype.FLOAT32
-    with messages(output) as stderr:
+    with messages(output) as stderr, open_recorder(trace, trace_detail) as recorder:
         stderr.print(plain_text(f"loading {engine.model} ..."), style="dim")
         loaded = loading.load_engine(engine)
         screen = None if output.as_json else StdoutConsole()
         comparisons = []
-        for comparison in compare(loaded, EXAMPLES, sampling, node_budget):
+        for comparison in compare(loaded, EXAMPLES, sampling, node_budget, recorder):
             comparisons.append(comparison)
             if screen is not None:
                 show_comparison(screen, comparison, loaded)

@@ -98,8 +98,6 @@ def generate(
         engine = replace(engine, drafter="none")
     loading.check_drafter(engine, mode)
     with messages(output) as stderr, open_recorder(trace, trace_detail) as recorder:
-        if trace is None and trace_detail is not Detail.SUMMARY:
-            logger.warning("--trace-detail %s has no effect without --trace", trace_detail)
         if node_budget != "auto" and mode is not Mode.TREE:
             logger.warning("--budget %s has no effect in mode %s", node_budget, mode)
         if logprobs is not None and not output.as_json:
@@ -127,6 +125,8 @@ def generate(
 def open_recorder(file: Path | None, detail: Detail) -> AbstractContextManager[TraceRecorder | None]:
     """The recorder of a trace, made before anything is loaded; None without a file."""
     if file is None:
+        if detail is not Detail.SUMMARY:
+            logger.warning("--trace-detail %s has no effect without --trace", detail)
         return nullcontext()
     from ddtree.trace.record import TraceRecorder
 

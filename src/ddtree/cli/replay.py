@@ -81,8 +81,8 @@ def replay(
     choice there is measured: greedy to the largest logit, sampled to the draw of the noise that its seed
     keys. The files are described in docs/compare.md.
 
-    Ends with 0 if every token is, 1 if one is not or an output ended where it should not have, 2 for a
-    mistake in the request.
+    Ends with 0 if every token is, 1 if one is not, an output ended where it should not have, or the rounds
+    or log-probabilities of a trace are not what they should be; 2 for a mistake in the request.
     """
     with reported(as_json=as_json):
         from ddtree.trace.files import replay_file
@@ -94,7 +94,7 @@ def replay(
         write_json(report.to_json())
     else:
         show(replay_lines(report))
-    if not report.judged.is_lossless:
+    if not report.is_clean:
         raise typer.Exit(TEXTS_DIFFER)
 
 

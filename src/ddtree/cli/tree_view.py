@@ -26,6 +26,7 @@ class LongestPath:
     """Observes a request and keeps the tree round with most correct drafts, the first of equals."""
 
     wants_trees = True
+    wants_stages = False
 
     def __init__(self) -> None:
         self.best: RoundStats | None = None

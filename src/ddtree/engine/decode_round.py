@@ -13,6 +13,7 @@ from ddtree.engine.logprobs import path_logprobs
 from ddtree.engine.protocols import TargetOutput
 from ddtree.engine.sampling import TokenChooser, choose_along_path, count_paths
 from ddtree.engine.sequence import ModelPair, Sequence
+from ddtree.engine.stages import NO_CLOCK, StageClock
 from ddtree.layers.window import Window
 from ddtree.tree.budget import DraftPlan
 from ddtree.tree.build_torch import build_chain
@@ -57,14 +58,20 @@ def decode_round(
     plan: DraftPlan,
     chooser: TokenChooser,
     top_logprobs: int | None = None,
+    clock: StageClock = NO_CLOCK,
 ) -> Round:
     """Draft a tree after the root, verify it in one target pass and commit the accept path."""
     marginals = draft(pair, sequence, plan)
+    clock.mark("draft")
     built = build(marginals, sequence, plan)
+    clock.mark("build")
     verified = verify(pair, sequence, built)
+    clock.mark("verify")
     result = accept(built, verified, chooser, pair.block_size - 1)
     logprobs = path_logprobs(verified.output.logits, result, top_logprobs)
+    clock.mark("accept")
     commit(pair, sequence, verified, result)
+    clock.mark("commit")
     return Round(built, result, logprobs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +25,13 @@ from ddtree.engine.logprobs import path_logprobs
 from ddtree.engine.readout import Readout, pack, unpack
 from ddtree.engine.sampling import TokenChooser
 from ddtree.engine.sequence import ModelPair, Sequence
+from ddtree.engine.stages import NO_CLOCK, StageClock
 from ddtree.tree.budget import DraftPlan
 from ddtree.tree.verify import VerifyResult
 
 # Few extents, since each is captured anew for every plan; the fused kernels read only what is there.
 SHORTEST_EXTENT, EXTENT_GROWTH = 1024, 4
-MAX_GRAPHS = 64  # a caller that tries every budget must not fill the GPU with graphs
+MAX_GRAPHS = 256  # a caller that tries every budget must not fill the GPU with graphs
 
 
 class RoundRunner(Protocol):
@@ -44,17 +46,20 @@ class RoundRunner(Protocol):
         chooser: TokenChooser,
         budgets: tuple[int, ...],
         top_logprobs: int | None = None,
+        clock: StageClock = NO_CLOCK,
     ) -> Readout: ...
 
 
 class EagerRunner:
-    """Calls `decode_round` as it is written."""
+    """Calls `decode_round` as it is written, or another function of its kind."""
 
     last_round: Round
     has_captured = False
 
-    def __init__(self, pair: ModelPair, sequence: Sequence) -> None:
-        self._pair, self._sequence = pair, sequence
+    def __init__(
+        self, pair: ModelPair, sequence: Sequence, round_fn: Callable[..., Round] = decode_round
+    ) -> None:
+        self._pair, self._sequence, self._round_fn = pair, sequence, round_fn
 
     def run(
         self,
@@ -62,9 +67,10 @@ class EagerRunner:
         chooser: TokenChooser,
         budgets: tuple[int, ...],
         top_logprobs: int | None = None,
+        clock: StageClock = NO_CLOCK,
     ) -> Readout:
         """One round, and the host's knowledge of where the sequence stands brought up to date."""
-        finished = decode_round(self._pair, self._sequence, plan, chooser, top_logprobs)
+        finished = self._round_fn(self._pair, self._sequence, plan, chooser, top_logprobs, clock)
         vector = pack(finished, budgets)
         readout = unpack(
             vector,
@@ -82,7 +88,8 @@ class GraphRunner:
     """The same steps as `decode_round`, captured as CUDA graphs once for each plan and key extent.
 
     A round of a greedy request without penalties or log-probabilities is one graph. Other requests
-    accept eagerly between two graphs, draft to verify and commit, since their processing varies.
+    accept eagerly between two graphs, draft to verify and commit, since their processing varies. A round
+    whose steps are timed is a graph a step, and accepts eagerly, too.
     """
 
     last_round: Round
@@ -102,13 +109,14 @@ class GraphRunner:
         chooser: TokenChooser,
         budgets: tuple[int, ...],
         top_logprobs: int | None = None,
+        clock: StageClock = NO_CLOCK,
     ) -> Readout:
         """Replay one round; the first round of a plan or of a longer extent captures it."""
         start = self._sequence.start
         assert start is not None
         extent = self._extent(start + max(plan.node_budget + 1, self._pair.block_size))
         is_plain_greedy = chooser.params.is_greedy and not chooser.params.changes_logits
-        is_one_graph = is_plain_greedy and top_logprobs is None
+        is_one_graph = is_plain_greedy and top_logprobs is None and clock is NO_CLOCK
         self._sequence.start, self._sequence.kv_extent = None, extent
         self.has_captured = False
         if len(self._graphs) > MAX_GRAPHS:
@@ -117,7 +125,7 @@ class GraphRunner:
             key = ("round", plan, extent, budgets)
             finished, vector = self._replay(key, lambda: self._whole_round(plan, chooser, budgets))
         else:
-            finished = self._accept_between(plan, extent, chooser, top_logprobs)
+            finished = self._accept_between(plan, extent, chooser, top_logprobs, clock)
             vector = pack(finished, budgets)
         readout = unpack(
             vector,
@@ -139,11 +147,33 @@ class GraphRunner:
         built = build(draft(self._pair, self._sequence, plan), self._sequence, plan)
         return built, verify(self._pair, self._sequence, built)
 
+    def _draft_and_build(
+        self, plan: DraftPlan, extent: int, clock: StageClock
+    ) -> Callable[[], tuple[Built, VerifyPass]]:
+        """Run the steps before verify, each timed; returns the verify step of what they built."""
+        pair, sequence = self._pair, self._sequence
+        marginals = None
+        if plan.mode != Mode.AR:  # a graph of nothing is warned about
+            marginals = self._replay(("draft", plan, extent), lambda: draft(pair, sequence, plan))
+        clock.mark("draft")
+        built = self._replay(("build", plan, extent), lambda: build(marginals, sequence, plan))
+        clock.mark("build")
+        return lambda: (built, verify(pair, sequence, built))
+
     def _accept_between(
-        self, plan: DraftPlan, extent: int, chooser: TokenChooser, top_logprobs: int | None
+        self,
+        plan: DraftPlan,
+        extent: int,
+        chooser: TokenChooser,
+        top_logprobs: int | None,
+        clock: StageClock,
     ) -> Round:
-        verify_key, commit_key = ("verify", plan, extent), ("commit", plan, extent)
-        verify_graph, (built, verified) = self._captured(verify_key, lambda: self._draft_to_verify(plan))
+        is_timed = clock is not NO_CLOCK
+        step: Callable[[], tuple[Built, VerifyPass]] = partial(self._draft_to_verify, plan)
+        if is_timed:
+            step = self._draft_and_build(plan, extent, clock)
+        verify_key, commit_key = ("verify", plan, extent, is_timed), ("commit", plan, extent, is_timed)
+        verify_graph, (built, verified) = self._captured(verify_key, step)
         # Captured before the verify graph runs: warming up a commit moves KV, which may happen only once.
         if commit_key not in self._graphs:
             # An earlier plan's path may name columns that a narrower tree does not have.
@@ -153,11 +183,14 @@ class GraphRunner:
             commit_key, lambda: commit(self._pair, self._sequence, verified, self._path)
         )
         verify_graph.replay()
+        clock.mark("verify")
         result = accept(built, verified, chooser, self._pair.block_size - 1)
         logprobs = path_logprobs(verified.output.logits, result, top_logprobs)
         for kept, new in zip(self._path, result, strict=True):
             kept.copy_(new)
+        clock.mark("accept")
         commit_graph.replay()
+        clock.mark("commit")
         return Round(built, result, logprobs)
 
     def _extent(self, needed: int) -> int:

@@ -13,9 +13,10 @@ from ddtree.engine.planner import Planner
 from ddtree.engine.readout import Readout
 from ddtree.engine.request import Chunk, FinishReason, Generation, TokenLogprobs
 from ddtree.engine.sampling import TokenChooser
+from ddtree.engine.stages import NO_CLOCK, StageClock, start_clock
 from ddtree.engine.text import TextStream
 from ddtree.errors import DDTreeError
-from ddtree.stats import GenerationStats, RoundStats
+from ddtree.stats import GenerationStats, RoundObserver, RoundStats
 from ddtree.tree.budget import DraftPlan
 
 if TYPE_CHECKING:
@@ -85,25 +86,34 @@ class TokenStream:
     def _round(self) -> Readout:
         plan = self._planner.next_plan()
         prefix_len = len(self._request.prompt_tokens) + len(self._tokens) - 1
+        observer, top_logprobs = self._request.observer, self._request.top_logprobs
+        is_timed = observer is not None and observer.wants_stages
         begin = time.perf_counter()
         # Entered anew each round: inference mode must not leak to observers and consumers.
         with inference(self._engine.device):
-            readout = self._runner.run(plan, self._chooser, self._planner.budgets, self._request.top_logprobs)
+            clock = start_clock(self._engine.device) if is_timed else NO_CLOCK
+            readout = self._runner.run(plan, self._chooser, self._planner.budgets, top_logprobs, clock)
             self._chooser.count(self._runner.last_round.result.accept_tokens[0])
         round_s = time.perf_counter() - begin
         self._stats.verify_ct += 1
         self._stats.accept_histogram[len(readout.accept_tokens)] += 1
         if not self._runner.has_captured:  # a capture's time says nothing of the plan
             self._planner.learn(plan, readout, round_s * 1e3)
-        self._observe(plan, readout, prefix_len, round_s * 1e3)
+        if observer is not None:
+            observer.on_round(self._stats_of(observer, plan, readout, prefix_len, round_s * 1e3, clock))
         return readout
 
-    def _observe(self, plan: DraftPlan, readout: Readout, prefix_len: int, round_ms: float) -> None:
-        observer = self._request.observer
-        if observer is None:
-            return
+    def _stats_of(
+        self,
+        observer: RoundObserver,
+        plan: DraftPlan,
+        readout: Readout,
+        prefix_len: int,
+        round_ms: float,
+        clock: StageClock,
+    ) -> RoundStats:
         draft_tokens, parents, log_probs = self._tree() if observer.wants_trees else ((), (), ())
-        stats = RoundStats(
+        return RoundStats(
             mode=plan.mode,
             node_budget=plan.node_budget,
             num_nodes=readout.num_nodes,
@@ -115,8 +125,8 @@ class TokenStream:
             draft_tokens=draft_tokens,
             parents=parents,
             log_probs=log_probs,
+            stages_ms=None if self._runner.has_captured else clock.read_ms(),
         )
-        observer.on_round(stats)
 
     def _tree(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]:
         tree = self._runner.last_round.built.tree

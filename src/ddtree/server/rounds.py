@@ -17,6 +17,8 @@ class RoundWatch:
         rounds_s: seconds of all rounds so far.
     """
 
+    wants_stages = False
+
     def __init__(self, metrics: ServerMetrics, texts: TokenTexts, *, wants_trees: bool) -> None:
         self._metrics, self._texts, self.wants_trees = metrics, texts, wants_trees
         self._round_ct = 0

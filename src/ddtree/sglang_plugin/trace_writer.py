@@ -7,11 +7,12 @@ requests have ended. That thread asks nothing of the device: a graph may be capt
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,9 @@ from ddtree.config import Mode, PluginConfig
 from ddtree.provenance import provenance
 from ddtree.sglang_plugin.accept_path import AcceptPath
 from ddtree.sglang_plugin.batch_sampling import NO_TOP_K
+from ddtree.sglang_plugin.trace_rows import FullRows
 from ddtree.trace_format import (
+    Detail,
     TraceEnd,
     TraceHeader,
     TraceInUseError,
@@ -32,6 +35,8 @@ from ddtree.trace_format import (
     asdict_shallow,
     checkpoint_sha256,
 )
+
+logger = logging.getLogger(__name__)
 
 # A request is kept alive so long after its last round, as the scheduler forgets it when it ends.
 KEEP_S = 5.0
@@ -51,6 +56,7 @@ class InFlight(NamedTuple):
 
     reqs: list[Any]
     rows: Tensor  # [bs, 3 + 2 * block] int64: root, position, length, the path's columns and tokens
+    full: FullRows | None
     begin: RoundBegin
     end: torch.cuda.Event | None
     host_ms: float
@@ -71,6 +77,7 @@ class Arrived(NamedTuple):
 
     reqs: list[Any]
     rows: Tensor | None
+    full: FullRows | None
     round_ms: float
 
 
@@ -105,6 +112,7 @@ class RoundTracer:
         header: the first line.
         mode, node_budget: of all rounds.
         seed_of: the seed of a request's noise.
+        detail: whether `add` is to be given `full`.
 
     Raises:
         ConfigError: the file cannot be written, or is there and is no trace.
@@ -117,7 +125,9 @@ class RoundTracer:
         mode: Mode,
         node_budget: int,
         seed_of: Callable[[Any], int],
+        detail: Detail = Detail.SUMMARY,
     ) -> None:
+        self.detail = detail
         self._mode, self._node_budget, self._seed_of = mode, node_budget, seed_of
         self._in_flight: deque[InFlight] = deque()
         self._unread: deque[Arrived] = deque()  # the one thing both threads touch
@@ -134,7 +144,7 @@ class RoundTracer:
 
     def see(self, reqs: Sequence[Any]) -> None:
         """Take note of a prefill's requests, SGLang's `Req`."""
-        self._take(Arrived(list(reqs), None, 0.0))
+        self._take(Arrived(list(reqs), None, None, 0.0))
 
     def add(
         self,
@@ -143,21 +153,23 @@ class RoundTracer:
         positions: Tensor,  # [bs] int64, absolute, of the roots
         path: AcceptPath,
         begin: RoundBegin,
+        full: FullRows | None = None,
     ) -> None:
         """Take a round that was queued on the current stream; no device wait."""
         if self._writer.has_failed:
             return
         columns = torch.stack([roots, positions, path.lens.to(torch.int64)], 1)
         rows = torch.cat([columns, path.indices, path.tokens], 1).to("cpu", non_blocking=True)
+        on_host = None if full is None else full.to_host()
         end = _event(roots.device)
         host_ms = (time.perf_counter() - begin.host_s) * 1e3
-        self._in_flight.append(InFlight(list(reqs), rows, begin, end, host_ms))
+        self._in_flight.append(InFlight(list(reqs), rows, on_host, begin, end, host_ms))
 
     def arrive(self) -> None:
         """Take over the rounds whose figures have come; to be called when the scheduler has a round's."""
         while self._in_flight and self._in_flight[0].is_ready:
             done = self._in_flight.popleft()
-            self._take(Arrived(done.reqs, done.rows, round(done.round_ms, 4)))
+            self._take(Arrived(done.reqs, done.rows, done.full, round(done.round_ms, 4)))
 
     def _take(self, new: Arrived) -> None:
         if self._writer.has_failed:  # its thread reads no more: let the requests go
@@ -194,13 +206,15 @@ class RoundTracer:
                 self._watch(req, now_s)
             return
         block_size = (new.rows.shape[1] - 3) // 2
-        for req, row in zip(new.reqs, new.rows.tolist(), strict=True):
+        for number, (req, row) in enumerate(zip(new.reqs, new.rows.tolist(), strict=True)):
             watched = self._watched.get(req.rid)
             # A request that has ended may run once more, and one may commit nothing.
             if watched is None or watched.ref() is not req or row[2] == 0:
                 continue
             watched.seen_s, watched.kept = now_s, req
-            self._add_round(watched, row[0], row[1], row[3 : 3 + row[2]], row[3 + block_size :], new.round_ms)
+            path, tokens = row[3 : 3 + row[2]], row[3 + block_size :]
+            full = {} if new.full is None else new.full.of(number, len(path))
+            self._add_round(watched, row[0], row[1], path, tokens, new.round_ms, full)
 
     def _watch(self, req: Any, now_s: float) -> None:
         """Write the request's line, unless its prefill is one of several."""
@@ -225,7 +239,14 @@ class RoundTracer:
         )
 
     def _add_round(
-        self, watched: Watched, root: int, position: int, path: list[int], tokens: list[int], round_ms: float
+        self,
+        watched: Watched,
+        root: int,
+        position: int,
+        path: list[int],
+        tokens: list[int],
+        round_ms: float,
+        full: dict[str, Any],
     ) -> None:
         if watched.newest is not None:
             self._writer.write(watched.newest)
@@ -243,6 +264,7 @@ class RoundTracer:
             accept_tokens=accept_tokens,
             accept_indices=tuple(path),
             round_ms=round_ms,
+            **full,
         )
 
     def _look(self, watched: Watched, now_s: float) -> None:
@@ -263,8 +285,9 @@ class RoundTracer:
         tokens, reason = tuple(watched.tokens), "abort"
         if req is not None and req.finished_reason is not None:
             tokens, reason = tuple(req.output_ids_through_stop), req.finished_reason.to_json()["type"]
-        if newest is not None and newest.position - watched.prompt_len + 1 < len(tokens):
-            self._writer.write(newest)
+        emitted = 0 if newest is None else len(tokens) - (newest.position - watched.prompt_len + 1)
+        if newest is not None and emitted > 0:
+            self._writer.write(replace(newest, target=newest.target[:emitted]))
         elif newest is not None:
             watched.round_ct -= 1
             watched.commit_ct -= len(newest.accept_tokens)
@@ -296,7 +319,12 @@ def make_round_tracer(
     Raises:
         ConfigError: as `RoundTracer`.
     """
-    if not config.trace_file or tp_rank != 0:
+    if tp_rank != 0:
+        return None
+    detail = Detail(config.trace_detail)
+    if not config.trace_file:
+        if detail is not Detail.SUMMARY:
+            logger.warning("trace_detail %s has no effect without trace_file", detail)
         return None
     origin, block_size = provenance(), worker.block_size
     header = TraceHeader(
@@ -310,7 +338,7 @@ def make_round_tracer(
         time_utc=origin["time_utc"],
     )
     node_budget = block_size - 1 if config.mode == Mode.CHAIN else config.node_budget
-    return RoundTracer(Path(config.trace_file), header, config.mode, node_budget, seed_of)
+    return RoundTracer(Path(config.trace_file), header, config.mode, node_budget, seed_of, detail)
 
 
 def model_fields(model_runner: Any) -> dict[str, Any]:

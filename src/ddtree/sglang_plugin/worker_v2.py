@@ -37,8 +37,10 @@ from ddtree.sglang_plugin.metrics import make_round_metrics
 from ddtree.sglang_plugin.request_checks import abort_refused_requests
 from ddtree.sglang_plugin.sampling_state import SamplingState, warm_up
 from ddtree.sglang_plugin.settings import plugin_config
-from ddtree.sglang_plugin.trace_writer import make_round_tracer
+from ddtree.sglang_plugin.trace_rows import full_rows
+from ddtree.sglang_plugin.trace_writer import RoundBegin, make_round_tracer
 from ddtree.sglang_plugin.verify_mask import TREE_TOPK, mask_numel, write_verify_mask
+from ddtree.trace_format import Detail
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +227,8 @@ class DDTreeWorkerV2(DFlashWorkerV2):
             hidden = out.logits_output.hidden_states
             self._commit_path(window.slots, window.draft_slots(self.block_size), prefix_lens, hidden, path)
         self._record(batch, out.logits_output, target_tokens, path)
-        if self._tracer is not None and begin is not None:
-            self._tracer.add(batch.reqs, trees.tree.tokens[:, 0], prefix_lens, path, begin)
+        if begin is not None:
+            self._trace(batch, trees, path, out.logits_output, prefix_lens, begin)
         return GenerationBatchResult(
             logits_output=out.logits_output,
             next_token_ids=path.tokens.reshape(-1),
@@ -445,6 +447,28 @@ class DDTreeWorkerV2(DFlashWorkerV2):
             self._metrics.device_counters.add(path.indices)
         # Otherwise SGLang would copy all of them to the host.
         logits_output.hidden_states = None
+
+    def _trace(
+        self,
+        batch: Any,
+        trees: DraftedTrees,
+        path: AcceptPath,
+        logits_output: Any,
+        prefix_lens: Tensor,
+        begin: RoundBegin,
+    ) -> None:
+        """Give a round to the tracer; at detail `full` with its trees and the target's figures."""
+        assert self._tracer is not None
+        full = None
+        if self._tracer.detail is Detail.FULL:
+            # What changes logits before the temperature is written over the target's own.
+            is_changed = (
+                batch.has_grammar
+                or batch.sampling_info.logit_bias is not None
+                or self._sampling.of(batch.reqs).needs_counts
+            )
+            full = full_rows(trees.tree, path, None if is_changed else logits_output.next_token_logits)
+        self._tracer.add(batch.reqs, trees.tree.tokens[:, 0], prefix_lens, path, begin, full)
 
     def _broadcast(self, tokens: Tensor) -> Tensor:
         """Rank 0's `tokens`, on every rank."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ddtree.trace.divergence import Divergence, divergences
+from ddtree.trace.findings import Finding, Kind, round_findings
 from ddtree.trace.pairing import Pair, pair_runs
 from ddtree.trace.replay import Replayer
-from ddtree.trace.rounds import round_problems, sibling_share
+from ddtree.trace.rounds import sibling_share
 from ddtree.trace.run_file import Answer, Run
 from ddtree.trace.statistics import GTest, compare_draws, paired_interval
 from ddtree.trace.trees import TreeComparison, compare_trees
@@ -18,16 +19,6 @@ from ddtree.trace.trees import TreeComparison, compare_trees
 SIGNIFICANCE = 1e-4  # of the G-test: how rarely equal distributions may look different
 ENOUGH_REQUESTS = 8  # for the interval of the accept lengths to be a verdict
 WIDE = 0.03  # of the accept length, each way: what a comparison of engines should stay below
-
-Kind = Literal["text", "undecided", "rounds", "accept_length", "trees", "draws"]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A difference that is no rounding, or one of which nothing can be said (`undecided`)."""
-
-    kind: Kind
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +65,7 @@ class Comparison:
         """All of it, for a report."""
         return {
             "is_different": self.is_different,
-            "findings": [asdict(found) for found in self.findings],
+            "findings": [found.to_json() for found in self.findings],
             "notes": self.notes,
             "a": _facts(self.a),
             "b": _facts(self.b),
@@ -117,7 +108,7 @@ def compare_runs(a: Run, b: Run, eps: float | None = None, replayer: Replayer | 
     made = Comparison(a, b, pair_runs(a, b), eps)
     _note_unfinished(made)
     _compare_texts(made, replayer)
-    _check_rounds(made)
+    made.findings += [*round_findings(a, "A, "), *round_findings(b, "B, ")]
     _compare_acceptance(made)
     _compare_trees(made)
     _compare_draws(made)
@@ -143,21 +134,6 @@ def _compare_texts(made: Comparison, replayer: Replayer | None) -> None:
         if found.verdict != "tie":
             kind: Kind = "text" if found.verdict == "difference" else "undecided"
             made.findings.append(Finding(kind, found.sentence()))
-
-
-def _check_rounds(made: Comparison) -> None:
-    """Rounds that do not fit their own text, of either run."""
-    for name, run in (("A", made.a), ("B", made.b)):
-        for answer in run.answers:
-            problems = round_problems(
-                answer.output.prompt, answer.output.tokens, answer.rounds,
-                walks_whole=run.walks_whole, may_skip=run.may_skip,
-            )  # fmt: skip
-            found = list(problems)
-            if found:
-                more = f" ({len(found)} such rounds)" if len(found) > 1 else ""
-                text = f"{name}, {answer.output.name}: {found[0].text} [{found[0].kind}]{more}"
-                made.findings.append(Finding("rounds", text))
 
 
 def acceptance_of(answers: Sequence[Answer]) -> Acceptance | None:
@@ -231,7 +207,7 @@ def _compare_trees(made: Comparison) -> None:
     is_exact = made.a.dtype == made.b.dtype == "float32"
     made.trees = compare_trees([pair for pair in made.pairs if pair.same_draw], is_exact=is_exact)
     if made.trees is not None:
-        made.findings += [Finding("trees", text) for text in made.trees.problems]
+        made.findings += made.trees.problems
 
 
 def _compare_draws(made: Comparison) -> None:

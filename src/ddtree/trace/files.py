@@ -10,8 +10,12 @@ from typing import Any
 from ddtree.config import is_number
 from ddtree.errors import ConfigError, short_repr
 from ddtree.models import resolve_target
+from ddtree.trace.causes import causes
 from ddtree.trace.choice import Noise
 from ddtree.trace.compare import Comparison, compare_runs
+from ddtree.trace.figures import SLACK_OF_EPS, FigureCheck
+from ddtree.trace.findings import Finding, round_findings
+from ddtree.trace.grammar import grammar_masks, needs_xgrammar
 from ddtree.trace.judge import (
     CALIBRATION_MARGIN,
     Judged,
@@ -23,7 +27,7 @@ from ddtree.trace.judge import (
 from ddtree.trace.outputs import Order, Output
 from ddtree.trace.replay import Replayer
 from ddtree.trace.run_file import Answer, Run, Tokenizer, read_run
-from ddtree.trace.target import LazyTokenizer, load_replayer
+from ddtree.trace.target import LazyTokenizer, load_replayer, load_tokenizer
 from ddtree.trace_format import checkpoint_sha256
 
 KEEPS_OVERRUN = ("0.5.17",)  # releases of SGLang that keep what a round has behind an end token
@@ -79,6 +83,12 @@ class ReplayReport:
     dtype: str
     eps_source: str
     judged: Judged
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether no token and no ending is wrong, and nothing else was found."""
+        return self.judged.is_lossless and not self.findings
 
     def to_json(self) -> dict[str, Any]:
         """All of it, for a report."""
@@ -90,6 +100,8 @@ class ReplayReport:
             "eps_from": self.eps_source,
             "unfinished": self.run.num_unfinished,
             **self.judged.to_json(),
+            "is_clean": self.is_clean,
+            "findings": [found.to_json() for found in self.findings],
         }
 
 
@@ -115,6 +127,7 @@ def replay_file(path: Path, options: ReplayOptions, load: Load | None = None) ->
         _check_replayable(answer.output, path)
     replayer = (load or options.replayer)(model, dtype)
     check_tokens(run, replayer)
+    _prepare_masks(replayer, [run], model)
     eps, source = settle_eps(dtype, options, replayer, (run,))
     if eps is None:
         raise ConfigError(
@@ -122,13 +135,16 @@ def replay_file(path: Path, options: ReplayOptions, load: Load | None = None) ->
             "decoding by the same engine, or --eps"
         )
     tokenizer = options.tokenizer()
-    outputs = [_fitted(answer, replayer, tokenizer, eps) for answer in run.answers]
+    fitted = [_fitted(answer, replayer, tokenizer, eps) for answer in run.answers]
+    figures = FigureCheck(fitted, SLACK_OF_EPS * eps)
     context = min((n for n in (run.context_tokens, replayer.context_tokens) if n is not None), default=None)
     judged = judge_outputs(
-        replayer, outputs, eps, context if run.context_tokens is not None else None, plant=True,
-        overrun_tokens=_overrun_tokens(run),
+        replayer, [answer.output for answer in fitted], eps,
+        context if run.context_tokens is not None else None, plant=True,
+        overrun_tokens=_overrun_tokens(run), watch=figures.add,
     )  # fmt: skip
-    return ReplayReport(run, model, dtype, source, judged)
+    findings = (*round_findings(run), *causes(replayer, fitted, judged, figures))
+    return ReplayReport(run, model, dtype, source, judged, findings)
 
 
 def compare_files(first: Path, second: Path, options: ReplayOptions, load: Load | None = None) -> Comparison:
@@ -146,6 +162,7 @@ def compare_files(first: Path, second: Path, options: ReplayOptions, load: Load 
         replayer = (load or options.replayer)(options.model, dtype or "float32")
         for run in runs:
             check_tokens(run, replayer)
+        _prepare_masks(replayer, runs, options.model)
     elif options.eps_from is not None:
         raise ConfigError("--eps-from is measured by replay: name the target with --model")
     exact = all(run.dtype == "float32" for run in runs)
@@ -188,16 +205,26 @@ def check_tokens(run: Run, replayer: Replayer) -> None:
 
 def _check_replayable(output: Output, path: Path) -> None:
     sampling = output.read_sampling()
-    if sampling.regex is not None:
+    if sampling.grammar is not None and output.order == "embedded":
         raise ConfigError(
-            f"{path}, {output.name} was constrained by a regular expression, which is not replayed: leave "
-            "such outputs out"
+            f"{path}, {output.name} has {sampling.grammar.kind}, which the embedded engine does not know: "
+            "leave it out, or say whose output it is with --engine sglang"
         )
+    if sampling.grammar is not None:
+        needs_xgrammar()
     if not sampling.is_greedy(output.order) and sampling.seed is None:
         raise ConfigError(
             f"{path}, {output.name} was sampled without a seed: only draws with noise keyed by a seed can be "
             "replayed; compare many such outputs with ddtree compare"
         )
+
+
+def _prepare_masks(replayer: Replayer, runs: Sequence[Run], model: str) -> None:
+    """Give the replayer what masks tokens by grammar, where an output has one."""
+    has_grammar = any(output.read_sampling().grammar for run in runs for output in run.outputs)
+    if has_grammar and replayer.make_masks is None:
+        needs_xgrammar()
+        replayer.make_masks = grammar_masks(load_tokenizer(model), replayer.vocab_size, replayer.stop_tokens)
 
 
 def settle_eps(
@@ -247,15 +274,15 @@ def _overrun_tokens(run: Run) -> int:
     return max((length for answer in run.answers for length in answer.accept_lengths or ()), default=0)
 
 
-def _fitted(answer: Answer, replayer: Replayer, tokenizer: Tokenizer | None, eps: float) -> Output:
-    """The output with tokens, where it is a text, that the target itself would have written it in.
+def _fitted(answer: Answer, replayer: Replayer, tokenizer: Tokenizer | None, eps: float) -> Answer:
+    """The answer with tokens, where it is a text, that the target itself would have written it in.
 
     A text can be cut into tokens in many ways, and an engine need not have emitted the tokenizer's. Where a
     token is not the target's choice, but the choice goes on with the same text, the choice is taken.
     """
     output = answer.output
     if answer.text is None or tokenizer is None:
-        return output
+        return answer
     for _ in range(MAX_READINGS):
         wrong = replayer.judge(output, eps).first_violation
         if wrong is None:
@@ -268,4 +295,4 @@ def _fitted(answer: Answer, replayer: Replayer, tokenizer: Tokenizer | None, eps
         if tokenizer.decode((*begun, *rest), skip_special_tokens=False) != answer.text:
             break
         output = replace(output, tokens=(*begun, *rest))
-    return output
+    return replace(answer, output=output)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 from ddtree.errors import ConfigError
 from ddtree.trace.endings import ending_problem, is_overrun
@@ -91,6 +93,7 @@ def judge_outputs(
     *,
     plant: bool = False,
     overrun_tokens: int = 0,
+    watch: Callable[[int, Tensor], None] | None = None,
 ) -> Judged:
     """Replay every token of finished outputs, each of at least one token.
 
@@ -99,9 +102,12 @@ def judge_outputs(
         context_tokens: where the engine's context ends, None where it is not known.
         plant: exchange tokens in copies of some outputs, to see that the replay finds such faults.
         overrun_tokens: the longest round of an engine that keeps overruns, else 0.
+        watch: is told of each output's index and the target's logits [n, V] at its tokens.
     """
     judged = Judged(eps)
     for index, logits in replayer.logits(outputs):
+        if watch is not None:
+            watch(index, logits)
         output = outputs[index]
         verdict = replayer.judge(output, eps, logits)
         judged.num_outputs += 1

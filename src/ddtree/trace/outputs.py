@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ddtree.config import GREEDY_BELOW
 from ddtree.errors import ConfigError, short_repr
@@ -16,6 +17,7 @@ Order = Literal["embedded", "sglang"]
 ORDERS: tuple[Order, ...] = ("embedded", "sglang")
 SGLANG_GREEDY_BELOW = 1e-6
 SGLANG_ALL = 1 << 30  # its top_k for all tokens
+ANY_JSON = "$$ANY$$"  # its JSON schema for any JSON at all
 # SGLang's names of fields.
 OTHER_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -28,6 +30,13 @@ OTHER_NAMES = {
 WITHOUT_EFFECT = frozenset(
     {"n", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval"}
 )
+
+
+class Grammar(NamedTuple):
+    """What an output was constrained by."""
+
+    kind: Literal["regex", "json_schema", "ebnf"]
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,8 @@ class Sampling:
     seed: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     regex: str | None = None
+    json_schema: str | None = None
+    ebnf: str | None = None
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -87,13 +98,22 @@ class Sampling:
         return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=None)
 
     @property
+    def grammar(self) -> Grammar | None:
+        """What constrains the output, None without; of several SGLang takes the first of these."""
+        if self.json_schema is not None:
+            return Grammar("json_schema", self.json_schema)
+        if self.regex is not None:
+            return Grammar("regex", self.regex)
+        return None if self.ebnf is None else Grammar("ebnf", self.ebnf)
+
+    @property
     def counts_tokens(self) -> bool:
         return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def changes_logits(self) -> bool:
         """Whether the greedy choice can be another one than the raw logits' largest."""
-        return self.counts_tokens or bool(self.logit_bias or self.regex or self.min_new_tokens)
+        return self.counts_tokens or bool(self.logit_bias or self.grammar or self.min_new_tokens)
 
     @property
     def depends_on_order(self) -> bool:
@@ -120,8 +140,9 @@ def _read(given: str, name: str, value: Any) -> Any:
             return (value,) if isinstance(value, str) else tuple(map(str, value))
         if name == "stop_token_ids":
             return tuple(map(int, value))
-        if name == "regex":
-            return str(value)
+        if name in ("regex", "json_schema", "ebnf"):
+            # SGLang takes a text; an outputs file may have the schema itself.
+            return json.dumps(value) if isinstance(value, dict) else str(value)
         if name == "ignore_eos":
             return bool(value)
         return _float(value, is_factor=name == "repetition_penalty")

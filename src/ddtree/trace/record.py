@@ -49,8 +49,8 @@ class TraceRecorder:
 
     Args:
         path: the file; a trace that is there is replaced.
-        detail: `summary` writes what each round committed. `full` adds its whole tree, and has the target
-            asked for log-probabilities, which takes time each round.
+        detail: `summary` writes what each round committed. `full` adds its whole tree and the times of its
+            steps, and has the target asked for log-probabilities, which takes time each round.
 
     Raises:
         ConfigError: the file cannot be made, or is there and is no trace.
@@ -116,13 +116,14 @@ class RoundRecorder:
 
     Attributes:
         is_full: whether trees and target figures are recorded.
-        wants_trees: whether that needs trees, or the request's own observer does.
+        wants_trees, wants_stages: whether that needs them, or the request's own observer does.
     """
 
     def __init__(self, id: str, writer: TraceWriter, detail: Detail, observer: RoundObserver | None) -> None:
         self.id, self._writer, self._observer = id, writer, observer
         self.is_full = detail is Detail.FULL
         self.wants_trees = self.is_full or (observer is not None and observer.wants_trees)
+        self.wants_stages = self.is_full or (observer is not None and observer.wants_stages)
         self._round_ct = 0
         self._round: RoundStats | None = None
 
@@ -152,6 +153,7 @@ class RoundRecorder:
                 parents=stats.parents if self.is_full else (),
                 log_probs=rounded(stats.log_probs) if self.is_full else (),
                 target=target,
+                stages_ms=stages_of(stats) if self.is_full else None,
             )
         )
 
@@ -222,6 +224,12 @@ def target_of(logprobs: Sequence[TokenLogprobs]) -> tuple[tuple[float, float], .
 def rounded(log_probs: Sequence[float]) -> tuple[float, ...]:
     """Log-probabilities without the digits that float32 does not have."""
     return tuple(round(log_prob, 6) for log_prob in log_probs)
+
+
+def stages_of(stats: RoundStats) -> dict[str, float] | None:
+    """The milliseconds of a round's steps, where they were timed."""
+    times = stats.stages_ms
+    return None if times is None else {stage: round(taken_ms, 4) for stage, taken_ms in times.items()}
 
 
 def stats_fields(stats: GenerationStats) -> dict[str, Any]:

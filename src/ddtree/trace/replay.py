@@ -10,7 +10,7 @@ kept if logits within `eps` could keep it, and competes only if no such logits c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,12 @@ import torch
 from torch import Tensor
 
 from ddtree.trace.choice import Noise, gaps, process
+from ddtree.trace.grammar import MakeMasks
 from ddtree.trace.outputs import Output, Sampling
 
 ROWS = 128  # rows whose noise and sorted copies are in memory at once
 GAP_STEPS = (0.125, 0.25, 0.5, 0.75, 1.0)
 BATCH_TOKENS = 4096  # of a prefill, padding included; each makes one row of logits at most
-
-MakeMasks = Callable[[str, Sequence[int]], Tensor]
-"""From a regular expression and an output [n] to the tokens allowed at each place, [n, V] bool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Replayer:
     Args:
         model: the target, in the number format of the engine.
         stop_tokens: tokens that end a text, which min_new_tokens holds back.
-        make_masks: needed for outputs with a regular expression.
+        make_masks: needed for outputs with a grammar.
         noise: the engine's noise of a draw (`ddtree.tree.noise.keyed_gumbel`), needed for sampled outputs.
     """
 
@@ -114,14 +112,16 @@ class Replayer:
         return logits
 
     @torch.inference_mode()
-    def gaps(self, output: Output, eps: float, logits: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def gaps(
+        self, output: Output, eps: float, logits: Tensor | None = None, sampling: Sampling | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Gap of each token of an output [n] float64 and the target's own choice there [n] int64.
 
-        `logits` [n, V] where they are already known.
+        `logits` [n, V] where they are already known; `sampling` in place of the output's own.
         """
         if logits is None:
             _, logits = next(self.logits([output]))
-        sampling = output.read_sampling()
+        sampling = sampling or output.read_sampling()
         tokens = torch.tensor(output.tokens, device=logits.device)
         found = [
             gaps(
@@ -152,10 +152,10 @@ class Replayer:
         self, output: Output, logits: Tensor, sampling: Sampling
     ) -> Iterator[tuple[slice, Tensor]]:
         allowed = None
-        if sampling.regex is not None:
+        if (grammar := sampling.grammar) is not None:
             if self.make_masks is None:
-                raise ValueError("an output with a regex needs make_masks")
-            allowed = self.make_masks(sampling.regex, output.tokens).to(logits.device)
+                raise ValueError("an output with a grammar needs make_masks")
+            allowed = self.make_masks(grammar, output.tokens).to(logits.device)
         for begin in range(0, len(output.tokens), ROWS):
             rows = slice(begin, min(begin + ROWS, len(output.tokens)))
             masks = None if allowed is None else allowed[rows]

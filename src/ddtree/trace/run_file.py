@@ -139,17 +139,27 @@ def _traced_answer(traced: TracedRequest, order: Order) -> Answer:
         request.prompt_tokens, end.tokens, request.sampling, request.id, {"type": end.finish_reason}, order
     )
     output.read_sampling()  # refused here, where the file is known
-    pairs = [*end.first_target, *(pair for entry in traced.rounds for pair in entry.target)]
-    # Without a figure for every token nobody knows which ones they are of.
-    margins = tuple(pairs) if len(pairs) == len(end.tokens) else ()
     return Answer(
         output=output,
         mode=request.mode,
         node_budget=request.node_budget,
         accept_lengths=tuple(len(entry.accept_tokens) for entry in traced.rounds),
         rounds=traced.rounds,
-        margins=margins,
+        margins=_margins(traced, end.tokens),
     )
+
+
+def _margins(traced: TracedRequest, tokens: Sequence[int]) -> tuple[Margin, ...]:
+    """The target's figures at each token, None where a trace has none of it; () where it has none at all."""
+    found: list[Margin] = [None] * len(tokens)
+    assert traced.end is not None
+    found[:1] = traced.end.first_target[:1] or [None]
+    for entry in traced.rounds:
+        start = entry.position - len(traced.request.prompt_tokens) + 1
+        for place, figure in enumerate(entry.target, start):
+            if 0 <= place < len(found):
+                found[place] = figure
+    return tuple(found) if any(figure is not None for figure in found) else ()
 
 
 # -- outputs files ---------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from ddtree.config import Dtype
 from ddtree.errors import CheckpointError, ConfigError, first_line
 from ddtree.models import resolve_target
 from ddtree.trace.choice import Noise
-from ddtree.trace.replay import MakeMasks, Replayer
+from ddtree.trace.grammar import MakeMasks
+from ddtree.trace.replay import Replayer
 
 
 def load_replayer(

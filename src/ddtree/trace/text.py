@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ddtree.trace.compare import Acceptance, Comparison
 from ddtree.trace.files import ReplayReport
+from ddtree.trace.findings import MEANINGS, Finding, counted, kinds_of
 from ddtree.trace.run_file import Run
 
 SHOWN = 20  # findings of one kind; the JSON report has them all
@@ -39,11 +40,14 @@ def replay_lines(report: ReplayReport) -> Iterator[str]:
     hidden = max(len(wrong) - SHOWN, 0) + max(len(judged.endings) - SHOWN, 0)
     if hidden:
         yield f"and {hidden} more outputs, see --json"
-    yield (
-        "every token is the target's own choice"
-        if judged.is_lossless
-        else f"{counted(len(wrong), 'output')} with wrong tokens, {len(judged.endings)} with a wrong ending"
-    )
+    yield from _finding_lines(report.findings, "WRONG")
+    if report.is_clean:
+        yield "every token is the target's own choice"
+    else:
+        yield (
+            f"{counted(len(wrong), 'output')} with wrong tokens, {len(judged.endings)} with a wrong ending, "
+            f"{counted(len(report.findings), 'finding')}"
+        )
 
 
 def compare_lines(made: Comparison) -> Iterator[str]:
@@ -68,11 +72,18 @@ def compare_lines(made: Comparison) -> Iterator[str]:
         )
     for note in made.notes:
         yield f"note: {note}"
-    for found in made.findings[:SHOWN]:
-        yield f"{'UNDECIDED' if found.kind == 'undecided' else 'DIFFERENT'}, {found.kind}: {found.text}"
-    if len(made.findings) > SHOWN:
-        yield f"and {len(made.findings) - SHOWN} more findings, see --json"
+    yield from _finding_lines(made.findings, "DIFFERENT")
     yield verdict(made)
+
+
+def _finding_lines(findings: Sequence[Finding], word: str) -> Iterator[str]:
+    """Findings, and then what each kind of them usually means."""
+    for found in findings[:SHOWN]:
+        yield f"{'UNDECIDED' if found.kind == 'undecided' else word}, {found.kind}: {found.text}"
+    if len(findings) > SHOWN:
+        yield f"and {len(findings) - SHOWN} more findings, see --json"
+    for kind in kinds_of(findings):
+        yield f"{kind} usually means: {MEANINGS[kind].usually}"
 
 
 def verdict(made: Comparison) -> str:
@@ -135,8 +146,3 @@ def _described(run: Run) -> str:
         counted(len(run.answers), "finished output"), str(target), run.dtype or "number format not named",
         *(f"mode {mode}" for mode in modes),
     ])  # fmt: skip
-
-
-def counted(number: int, noun: str) -> str:
-    """A number and its noun."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ddtree.trace.divergence import first_difference
+from ddtree.trace.findings import Finding
 from ddtree.trace.pairing import Pair
 from ddtree.trace_format import TraceRound
 
@@ -23,12 +24,12 @@ class TreeComparison:
     Attributes:
         compared: so many.
         max_score_difference: the largest difference of sorted scores.
-        problems: a sentence for each kind of difference, the first such tree named.
+        problems: a finding for each kind of difference, the first such tree named.
     """
 
     compared: int
     max_score_difference: float
-    problems: tuple[str, ...]
+    problems: tuple[Finding, ...]
 
 
 def compare_trees(pairs: Sequence[Pair], *, is_exact: bool) -> TreeComparison | None:
@@ -38,12 +39,15 @@ def compare_trees(pairs: Sequence[Pair], *, is_exact: bool) -> TreeComparison | 
         is_exact: whether both runs are in float32, so that scores must agree within 1e-4. In 16 bits the
             drafter's rounding is larger, and only sizes are a verdict.
     """
-    compared, largest = 0, 0.0
+    compared, largest, first_rounds = 0, 0.0, 0
     sizes: list[str] = []
     scores: list[str] = []
+    in_first_rounds: list[str] = []
     for pair in pairs:
         for one, other in aligned_rounds(pair):
             compared += 1
+            is_first = one.round == other.round == 1
+            first_rounds += is_first
             where = f"{pair.name}, position {one.position}"
             if len(one.tokens) != len(other.tokens):
                 sizes.append(
@@ -53,11 +57,27 @@ def compare_trees(pairs: Sequence[Pair], *, is_exact: bool) -> TreeComparison | 
             difference = score_difference(one, other)
             largest = max(largest, difference)
             if is_exact and difference > SCORE_TOLERANCE:
-                scores.append(f"{where}: sorted scores of the trees differ by {difference:.3g}, more than "
-                              f"{SCORE_TOLERANCE:g}")  # fmt: skip
+                (in_first_rounds if is_first else scores).append(
+                    f"{where}: sorted scores of the trees differ by {difference:.3g}, more than "
+                    f"{SCORE_TOLERANCE:g}"
+                )
     if not compared:
         return None
-    problems = [f"{found[0]} ({len(found)} of {compared} trees)" for found in (sizes, scores) if found]
+    problems = []
+    if sizes:
+        problems.append(Finding("tree_sizes", f"{sizes[0]} ({len(sizes)} of {compared} trees)"))
+    if in_first_rounds or (scores and not first_rounds):
+        told = in_first_rounds + scores
+        problems.append(Finding(
+            "draft_input",
+            f"{told[0]} ({len(told)} of {compared} trees, {len(in_first_rounds)} of {first_rounds} of first "
+            "rounds)",
+        ))  # fmt: skip
+    elif scores:
+        problems.append(Finding(
+            "draft_context",
+            f"{scores[0]} ({len(scores)} of {compared} trees, none of the {first_rounds} of first rounds)",
+        ))  # fmt: skip
     return TreeComparison(compared, largest, tuple(problems))
 
 
