@@ -42,6 +42,7 @@ class AcceptLengths:
     """Observer that keeps the accept length of each round."""
 
     wants_trees = False
+    wants_stages = False
 
     def __init__(self) -> None:
         self.lengths: list[int] = []

@@ -47,6 +47,12 @@ KERNELS = {
     "chunk_kernel": "draft top-K", "select_kernel": "draft top-K", "build_tree_kernel": "tree",
     "verify_mask_kernel": "mask", "walk_kernel": "walk", "kv_move_kernel": "KV move",
 }  # fmt: skip
+# What tensor-parallel ranks exchange, by a part of a kernel's name in lower case: NCCL's and SGLang's own.
+EXCHANGES = {
+    "allreduce": "all-reduce", "all_reduce": "all-reduce", "cross_device_reduce": "all-reduce",
+    "allgather": "all-gather", "all_gather": "all-gather", "broadcast_": "broadcast",
+    "reducescatter": "reduce-scatter",
+}  # fmt: skip
 ORDER = (
     "before the draft pass", DRAFT_PASS, "draft head", "draft top-K", "tree", "mask",
     "before the target pass", TARGET_PASS, "choice", "walk", "commit", "KV move", "draft KV write",
@@ -107,6 +113,22 @@ def kernel_step(name: str) -> str | None:
     return next((step for kernel, step in KERNELS.items() if kernel in name), None)
 
 
+def exchange_of(name: str) -> str | None:
+    """What ranks exchange in a kernel; None for one that is a rank's own."""
+    return next((kind for part, kind in EXCHANGES.items() if part in name.lower()), None)
+
+
+def exchanges_us(launches: Sequence[Launch]) -> dict[str, float]:
+    """Microseconds of what ranks exchange, by step and kind; a rank that waits for another one counts too."""
+    times: dict[str, float] = defaultdict(float)
+    for launch in launches:
+        for event, (step, duration) in zip(launch.events, steps_of(launch), strict=True):
+            kind = exchange_of(event["name"])
+            if kind is not None:
+                times[f"{step}: {kind}"] += duration
+    return times
+
+
 def steps_of(launch: Launch) -> list[tuple[str, float]]:
     """The step and the microseconds of each device event of a launch."""
     named = [kernel_step(event["name"]) for event in launch.events]
@@ -164,7 +186,8 @@ def read_round(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
         )
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
-    for launch in launches_of(events):
+    launches = launches_of(events)
+    for launch in launches:
         for step, duration in steps_of(launch):
             times[step] += duration
             counts[step] += 1
@@ -178,17 +201,18 @@ def read_round(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "busy_us": round(busy_us(device) / rounds, 1),
         "steps_us": {step: round(times[step] / rounds, 1) for step in ordered},
         "device_events": {step: round(counts[step] / rounds, 1) for step in ordered},
+        "exchanges_us": {name: round(time / rounds, 1) for name, time in exchanges_us(launches).items()},
         "host_waits": {name: round(count / rounds, 2) for name, count in sorted(waits.items())},
     }
 
 
 def load_trace(folder: Path) -> list[dict[str, Any]]:
-    """Events of the one trace that SGLang wrote into a folder.
+    """Events of the one trace that SGLang wrote into a folder, of several ranks those of the first.
 
     Raises:
         RuntimeError: it wrote none, or several.
     """
-    files = list(folder.glob("*.trace.json.gz"))
+    files = list(folder.glob("*-TP-0*.trace.json.gz"))
     if len(files) != 1:
         raise RuntimeError(f"{len(files)} traces, not one: the requests ended before the rounds were over")
     with gzip.open(files[0], "rt", encoding="utf-8") as text:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -167,17 +167,22 @@ class EngineProcess:
         folder: where its socket, log and metadata go.
         index: number of the engine among those of one program, for its port.
         plugins: further SGLang plugins, name -> module:function.
+        environment: further variables of its process.
+        call_limit_s: a call that takes longer counts as the engine's death; None for no limit.
     """
 
     def __init__(
-        self, arm: str, args: argparse.Namespace, folder: Path, index: int, plugins: dict[str, str]
-    ) -> None:
+        self, arm: str, args: argparse.Namespace, folder: Path, index: int, plugins: dict[str, str],
+        environment: Mapping[str, str] | None = None, call_limit_s: float | None = None,
+    ) -> None:  # fmt: skip
         self.arm = arm
+        self._environment, self._call_limit_s = dict(environment or {}), call_limit_s
         config = ddtree_config_of(arm, args.ddtree_config)
         self._plugins = plugins
         self._arguments = engine_arguments_of(arm, args)
         self._first_port = FIRST_PORT + 200 * index
-        key = json.dumps([self._arguments, config, self._plugins], sort_keys=True).encode()
+        identity = [self._arguments, config, self._plugins, self._environment]
+        key = json.dumps(identity, sort_keys=True).encode()
         digest = hashlib.sha256(key).hexdigest()[:8]
         name = f"{arm.replace(':', '-')}-{digest}"
         self._socket_path = folder / digest  # a socket's path may have some 100 characters
@@ -201,7 +206,8 @@ class EngineProcess:
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(BENCHMARKS / "sglang_engine.py"), json.dumps(options)],
-                env=engine_environment(self.arm, self._args, self._metadata, self._plugins),
+                env=engine_environment(self.arm, self._args, self._metadata, self._plugins)
+                | self._environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
 
@@ -212,21 +218,22 @@ class EngineProcess:
         except OSError:
             connection.close()
             return False
+        connection.settimeout(self._call_limit_s)
         self._connection = connection.makefile("rwb")
         return True
 
-    def wait(self) -> None:
+    def wait(self, limit_s: float = START_LIMIT_S) -> None:
         """Wait until the engine answers.
 
         Raises:
-            EngineDied: it ended, or did not answer within minutes.
+            EngineDied: it ended, or did not answer within `limit_s`.
         """
         begin = time.monotonic()
         while self._connection is None and not self._connect():
             if self._process is None or self._process.poll() is not None:
                 raise EngineDied(f"{self.arm} did not start:\n{self.log_end()}")
-            if time.monotonic() - begin > START_LIMIT_S:
-                raise EngineDied(f"{self.arm} did not answer for {START_LIMIT_S} s:\n{self.log_end()}")
+            if time.monotonic() - begin > limit_s:
+                raise EngineDied(f"{self.arm} did not answer for {limit_s:.0f} s:\n{self.log_end()}")
             time.sleep(0.2)
 
     def call(self, name: str, **arguments: Any) -> Any:

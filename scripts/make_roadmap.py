@@ -13,6 +13,7 @@ import roadmap_knobs
 import roadmap_performance
 import roadmap_plots
 import roadmap_start
+import tensor_parallel_docs
 
 ROOT = Path(__file__).parents[1]
 PAGE, IMAGES = ROOT / "sglang-ddtree-roadmap.md", ROOT / "docs" / "images"
@@ -21,6 +22,7 @@ BEGIN, END = "<!-- {}: made by scripts/make_roadmap.py -->", "<!-- end of {} -->
 PARTS: Mapping[str, Callable[[], str]] = {
     "start": roadmap_start.start,
     "knobs": roadmap_knobs.all_knobs,
+    "tensor parallel": tensor_parallel_docs.roadmap,
     "measured in SGLang": roadmap_performance.measured_sglang,
     "measured in the engine": roadmap_performance.measured_embedded,
     "accept lengths": roadmap_performance.lengths,

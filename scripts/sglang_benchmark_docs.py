@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+import tensor_parallel_docs
 from benchmark_tables import Results, table
 
 README_BUDGET = "ddtree:31"
@@ -287,6 +288,7 @@ SECTIONS = (
     ("Draft trees in stock SGLang: mixed load, pages of 16, grammar", "sglang_soak_page16", sglang_soak),
     ("Draft trees in stock SGLang: draws through the scheduler", "sglang_draws", sglang_draws),
     ("Draft trees in stock SGLang: KV move", "sglang_kv_move", sglang_kv_move),
+    (tensor_parallel_docs.TITLE, tensor_parallel_docs.NAME, tensor_parallel_docs.tensor_parallel),
     ("Draft trees in stock SGLang 0.5.23, two repeats or one", "sglang_bench_0523", sglang_speed),
     ("Draft trees in stock SGLang 0.5.17, measured again", "sglang_bench_again", sglang_speed),
     (

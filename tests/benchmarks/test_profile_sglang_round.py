@@ -79,6 +79,30 @@ def test_a_targets_graph_that_commits_is_told_apart_by_its_kernels():
     }  # fmt: skip
 
 
+def test_what_ranks_exchange_is_told_apart_by_step_and_kind():
+    trace = Trace()
+    trace.range(PREFIX + "target pass", 0, 10)
+    trace.launch(1, ("gemm", 2, 30), ("void sglang::all_reduce_1shot_push_kernel<bf16>", 32, 4))
+    trace.launch(2, ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", 40, 6))
+    trace.range(PREFIX + "draft pass", 50, 60)
+    trace.launch(
+        51, ("chunk_kernel", 70, 3), ("ncclDevKernel_AllGather_RING_LL(args)", 80, 8), ("sort", 90, 2)
+    )
+    trace.launch(65, ("ncclDevKernel_Broadcast_RING_LL", 100, 5), call="cudaLaunchKernel")
+    row = read_round(trace.events)
+    assert row["exchanges_us"] == {
+        "target pass: all-reduce": 10.0, "draft top-K: all-gather": 8.0, "scheduler: broadcast": 5.0,
+    }  # fmt: skip
+    assert row["steps_us"]["draft top-K"] == 13.0
+
+
+def test_of_several_ranks_the_first_ones_trace_is_read(tmp_path):
+    for rank in (1, 0):
+        with gzip.open(tmp_path / f"1700-TP-{rank}.trace.json.gz", "wt") as file:
+            json.dump({"traceEvents": [{"name": f"rank {rank}"}]}, file)
+    assert load_trace(tmp_path) == [{"name": "rank 0"}]
+
+
 def test_launches_of_another_thread_are_in_no_range():
     trace = Trace()
     trace.range(PREFIX + "target pass", 0, 50)

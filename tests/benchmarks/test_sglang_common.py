@@ -14,6 +14,7 @@ import sglang_common
 from sglang_common import (
     Clock,
     EngineDied,
+    EngineProcess,
     Results,
     ddtree_config_of,
     engine_arguments_of,
@@ -192,6 +193,34 @@ def test_refused_and_cut_off_requests_are_answers_too(args):
     assert answers[1]["finish"] == {"type": "abort"}
     assert 0 < len(answers[1]["tokens"]) < 199
     assert answers[2]["tokens"] == [7]
+
+
+def test_engines_of_other_variables_are_others(args, tmp_path):
+    args.keep_engines_s = 5  # an engine of the same settings would be taken over
+    short = Path(sglang_common.tempfile.gettempdir())
+    for value in ("a", "b"):
+        engine = EngineProcess("plain", args, short, 0, {}, {"DDTREE_CONFIG": value})
+        engine.start()
+        assert engine.call("info")["settings"]["speculative_algorithm"] == value
+        engine.call("shutdown")
+        engine.close()
+
+
+def test_a_call_beyond_its_limit_is_the_engines_death(args):
+    engine = EngineProcess("plain", args, Path(sglang_common.tempfile.gettempdir()), 0, {}, None, 0.2)
+    engine.start()
+    with pytest.raises(EngineDied, match="ended during 'run'"):
+        engine.call("run", requests=[request(*range(100))], concurrency=1)
+    engine.close()
+
+
+def test_an_engine_that_is_not_up_in_time_is_told(args):
+    engine = EngineProcess("plain", args, Path(sglang_common.tempfile.gettempdir()), 0, {})
+    engine.start()
+    with pytest.raises(EngineDied, match="plain did not answer for 0 s"):
+        engine.wait(0.0)
+    engine.call("shutdown")
+    engine.close()
 
 
 def test_an_engine_that_dies_says_so(args):

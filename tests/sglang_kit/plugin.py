@@ -41,13 +41,12 @@ def make_backend(runner: Any) -> Any:
 def attach(_result: None, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """Record the rounds of a scheduler whose worker is the plugin's; let SGLang's own run on the CPU."""
     worker = scheduler.draft_worker
-    if FOLDER_VARIABLE not in os.environ or worker is None:
-        return
     if type(worker).__name__ == "DDTreeWorkerV2":
-        from sglang_kit.recorder import RoundRecorder
+        if FOLDER_VARIABLE in os.environ:
+            from sglang_kit.recorder import RoundRecorder
 
-        RoundRecorder(worker, Path(os.environ[FOLDER_VARIABLE]))
-    else:
+            RoundRecorder(worker, Path(os.environ[FOLDER_VARIABLE]))
+    elif worker is not None and STOCK_DFLASH_VARIABLE in os.environ:
         from sglang_kit.stock_dflash import cast_draft_inputs
 
         cast_draft_inputs(worker)
