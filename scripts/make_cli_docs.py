@@ -16,9 +16,9 @@ PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
 HEADER = """# The command line
 
 This page is made from the commands by `scripts/make_cli_docs.py`. Exit codes: 0 done; 1 the demo's texts
-differ, `replay` or `compare` found a real difference, or the doctor something that stops DDTREE; 2 a mistake
-in the request, told in one line on standard error; 75 training was stopped by `--max-seconds` and goes on
-with the same command; 130 ended by Ctrl-C.
+differ, `replay` or `compare` found a real difference, the doctor something that stops DDTREE, or an engine of
+`bench` failed; 2 a mistake in the request, told in one line on standard error; 75 training was stopped by
+`--max-seconds` and goes on with the same command; 130 ended by Ctrl-C, 143 by SIGTERM.
 """
 KINDS = {int: "N", float: "X", str: "TEXT", list[int]: "N", list[str]: "TEXT"}
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "ddtree"
 
 LEAVES = {
+    "bench_config",
     "config",
     "dequantise",
     "errors",
@@ -22,6 +23,7 @@ LEAVES = {
     "resume_download",
     "stats",
     "trace_format",
+    "tune_config",
 }
 PUBLIC = "names in ddtree.__all__"
 ROOMS = {
@@ -33,7 +35,7 @@ ROOMS = {
     "sglang_plugin": {"tree"},
     "doctor": {"tree", "sglang_plugin", "draft"},
     "trace": {PUBLIC},
-    "bench": {PUBLIC},
+    "bench": {"tree", "trace", PUBLIC},
     "train": {"tree", "draft", PUBLIC},
     "cli": {
         "tree",

@@ -56,7 +56,7 @@ def test_metadata_names_the_distribution(metadata):
     assert metadata["Version"] == ddtree.__version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.11"
-    assert set(metadata.get_all("Provides-Extra")) == {"engine", "serve", "train", "bench"}
+    assert set(metadata.get_all("Provides-Extra")) == {"engine", "serve", "train", "grammar", "bench"}
 
 
 def test_core_requires_nothing_heavy(requirements):
@@ -121,6 +121,10 @@ def test_marks_are_registered():
 def test_shipped_files_are_there():
     package = ROOT / "src" / "ddtree"
     drafter = package / "data" / "drafters" / "smollm2-135m-dflash-b16"
+    prompts = package / "data" / "prompts"
     assert (package / "py.typed").exists()
     assert {p.name for p in drafter.iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    assert {p.name for p in prompts.iterdir()} == {
+        "LICENCES", "gsm8k.jsonl", "humaneval.jsonl", "mt_bench.jsonl",
+    }  # fmt: skip
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")

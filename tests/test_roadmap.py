@@ -27,7 +27,17 @@ def test_page_and_pictures_are_current(script, text):
     module = script("make_roadmap")
     assert text == module["render"](text), "run python scripts/make_roadmap.py"
     for path, picture in module["pictures"]().items():
-        assert path.read_text(encoding="utf-8") == picture, "run python scripts/make_roadmap.py"
+        drawn, numbers = parts_of(path.read_text(encoding="utf-8"))
+        made, made_numbers = parts_of(picture)
+        assert drawn == made, "run python scripts/make_roadmap.py"
+        assert numbers == pytest.approx(made_numbers, abs=0.01), "run python scripts/make_roadmap.py"
+
+
+def parts_of(picture):
+    """A picture without its numbers, and those: their last digits, and ids made of them, differ by machine."""
+    text = re.sub(r"#?\b[pm][0-9a-f]{10}\b", "ID", picture)
+    number = r"-?\d+\.\d+(?:e-?\d+)?"
+    return re.sub(number, "N", text), [float(found) for found in re.findall(number, text)]
 
 
 def test_a_part_without_its_place_is_told(script):

@@ -105,6 +105,11 @@ def is_below_cache(folder: Path) -> bool:
         return False
 
 
+def package_folder(model: PackagedModel) -> Path:
+    """Where the model's checkpoint is kept, whether or not it is there yet."""
+    return cache_folder() / "models" / f"{model.name}-{model.revision}"
+
+
 def prepare(model: PackagedModel) -> Path:
     """The model's checkpoint folder, made first where it is not there yet.
 
@@ -113,7 +118,7 @@ def prepare(model: PackagedModel) -> Path:
         CheckpointError: what was downloaded is not the recorded file, or cannot be dequantised.
         ModelError: the cache folder cannot be written or has too little space.
     """
-    folder = cache_folder() / "models" / f"{model.name}-{model.revision}"
+    folder = package_folder(model)
     if is_complete(folder):
         return folder
     try:

@@ -51,6 +51,19 @@ NASTY = (
     "\x00\x07",
     "wide" * 30,
 )
+# Contrast ratios of [text, ground] selectors, as WCAG 2.2 defines them.
+CONTRASTS = """(pairs) => {
+    const light = (color) => {
+        const parts = color.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
+        const [r, g, b] = parts.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const style = (selector) => getComputedStyle(document.querySelector(selector));
+    return pairs.map(([text, ground]) => {
+        const [a, b] = [light(style(text).color), light(style(ground).backgroundColor)];
+        return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    });
+}"""
 
 
 def find_browser() -> str | None:
@@ -165,6 +178,12 @@ def text_of(chunks: list[dict[str, Any]]) -> str:
 def rounds_of(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The answer's rounds."""
     return [chunk["ddtree"] for chunk in chunks if "round" in chunk.get("ddtree", {})]
+
+
+def shown(text: str) -> str:
+    """A token's text as the tree shows it."""
+    signs = {" ": "·", "\n": "↵", "\t": "⇥", "\x00": "\\u0", "\x07": "\\u7", "\u202e": "\\u202e"}
+    return "".join(signs.get(sign, sign) for sign in text)
 
 
 def events(*chunks: dict[str, Any] | str) -> bytes:

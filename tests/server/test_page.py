@@ -16,6 +16,7 @@ from ddtree.config import Mode
 from ddtree.engine.engine import Engine
 from ddtree.engine.request import Request
 from server.browser_kit import (
+    CONTRASTS,
     MAX_TOKENS,
     NASTY,
     PROMPT,
@@ -24,32 +25,12 @@ from server.browser_kit import (
     Visit,
     ask,
     rounds_of,
+    shown,
     text_of,
     wait_for,
 )
 
 pytest_plugins = ("server.browser_fixtures",)
-
-
-# Contrast ratios of [text, ground] selectors, as WCAG 2.2 defines them.
-CONTRASTS = """(pairs) => {
-    const light = (color) => {
-        const parts = color.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255);
-        const [r, g, b] = parts.map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const style = (selector) => getComputedStyle(document.querySelector(selector));
-    return pairs.map(([text, ground]) => {
-        const [a, b] = [light(style(text).color), light(style(ground).backgroundColor)];
-        return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    });
-}"""
-
-
-def shown(text: str) -> str:
-    """A token's text as the tree shows it."""
-    signs = {" ": "·", "\n": "↵", "\t": "⇥", "\x00": "\\u0", "\x07": "\\u7", "\u202e": "\\u202e"}
-    return "".join(signs.get(sign, sign) for sign in text)
 
 
 def drawn(page: Page) -> dict[str, list[object]]:

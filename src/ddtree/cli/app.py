@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree.cli import baseline, compare, demo, doctor, generate, replay, serve, train
+from ddtree.cli import baseline, bench, compare, demo, doctor, generate, replay, report, serve, train, tune
 from ddtree.cli.console import prepare_streams, write
 from ddtree.errors import ConfigError
 
@@ -29,6 +29,9 @@ app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 app.command("baseline", epilog=baseline.EPILOG)(baseline.baseline)
 app.command("replay", epilog=replay.EPILOG)(replay.replay)
 app.command("compare", epilog=compare.EPILOG)(compare.compare)
+app.command("bench", epilog=bench.EPILOG)(bench.bench)
+app.command("report", epilog=report.EPILOG)(report.report)
+app.command("tune", epilog=tune.EPILOG)(tune.tune)
 
 EPILOG = """Examples:
 

@@ -9,22 +9,38 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from ddtree.config import Mode, check, setting
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, short_repr
 
 FLAG_NAMES = {
     "as_json": ("--json",),
+    "budgets": ("--budget",),
+    "engines": ("--engine",),
     "max_context_tokens": ("--max-context",),
+    "modes": ("--mode",),
     "quiet": ("--quiet", "-q"),
+    "sets": ("--set",),
     "stop_token_ids": ("--stop-token-id",),
+    "temperatures": ("--temperature",),
     "verbose": ("--verbose", "-v"),
 }
-METAVARS = {"dtype": "NAME", "logit_bias": "ID=VALUE", "stop": "TEXT", "stop_token_ids": "ID"}
+METAVARS = {
+    "budgets": "N,...",
+    "concurrency": "N,...",
+    "dtype": "NAME",
+    "engines": "NAME,...",
+    "logit_bias": "ID=VALUE",
+    "modes": "NAME,...",
+    "sets": "NAME,...",
+    "stop": "TEXT",
+    "stop_token_ids": "ID",
+    "temperatures": "X,...",
+}
 
 ModeFlag = Annotated[
     Mode, typer.Option(help="one token a pass, a drafted chain or a drafted tree", rich_help_panel="Decoding")
@@ -60,11 +76,13 @@ class Panel:
         title: heading of these flags in the help page.
         defaults: an instance of the settings class; its values are the flags' defaults.
         only: fields that become flags; empty means all.
+        titles: headings of fields that do not stand under `title`.
     """
 
     title: str
     defaults: Any
     only: tuple[str, ...] = ()
+    titles: Mapping[str, str] = field(default_factory=dict)
 
     def fields(self) -> Iterable[Field[Any]]:
         return [spec for spec in fields(self.defaults) if not self.only or spec.name in self.only]
@@ -116,16 +134,24 @@ def _flag(spec: Field[Any], kind: Any, panel: Panel) -> inspect.Parameter:
         *names,
         help=f"do not {spec.metadata['help']}" if default is True else spec.metadata["help"],
         metavar=METAVARS.get(spec.name),
-        rich_help_panel=panel.title,
+        rich_help_panel=panel.titles.get(spec.name, panel.title),
         show_default=default is not True,
     )
-    is_list = get_origin(kind) in (tuple, Mapping)
+    if _is_one_text(kind, default):
+        kind, default = str, ",".join(map(str, default))
+    elif get_origin(kind) in (tuple, Mapping):
+        default = []
     return inspect.Parameter(
         spec.name,
         inspect.Parameter.KEYWORD_ONLY,
-        default=[] if is_list else default,
+        default=default,
         annotation=Annotated[_flag_type(kind), option],
     )
+
+
+def _is_one_text(kind: Any, default: Any) -> bool:
+    """Whether a list is given as one text with commas: one that has values where none are given."""
+    return get_origin(kind) is tuple and bool(default)
 
 
 def _flag_type(kind: Any) -> Any:
@@ -143,8 +169,22 @@ def _read_settings(panel: Panel, values: Mapping[str, Any]) -> Any:
 
 def _read_value(name: str, kind: Any, value: Any) -> Any:
     if get_origin(kind) is tuple:
-        return tuple(value)
+        return _read_list(name, get_args(kind)[0], value) if isinstance(value, str) else tuple(value)
     return _read_pairs(name, value) if get_origin(kind) is Mapping else value
+
+
+def _read_list(name: str, kind: Any, text: str) -> tuple[Any, ...]:
+    """The values of a text such as "16,32,auto", each of the first of its kinds that takes it."""
+    return tuple(_read_item(name, get_args(kind) or (kind,), item.strip()) for item in text.split(","))
+
+
+def _read_item(name: str, kinds: Iterable[Any], item: str) -> Any:
+    for kind in kinds:
+        try:
+            return kind(item)
+        except ValueError:
+            continue
+    raise ConfigError(f"{name}={short_repr(item)} is not allowed: values with commas between them")
 
 
 def _read_pairs(name: str, texts: Iterable[str]) -> dict[int, float]:

@@ -12,7 +12,7 @@ from typing import Any
 from ddtree.config import is_int
 from ddtree.draft.dflash_config import read_json
 from ddtree.errors import CheckpointError, MissingExtraError, ModelNotFoundError, first_line
-from ddtree.model_cache import MANIFEST, cache_folder, is_complete
+from ddtree.model_cache import MANIFEST, is_complete, package_folder
 from ddtree.models import DRAFTERS, HUB_TIMEOUT_S, KNOWN_MODELS, find_folder, known_names, resolve_drafter
 
 # No weights; a tokenizer may be tens of megabytes, but is not needed.
@@ -56,8 +56,7 @@ def open_target(name: str, fetch: Fetch | None = None) -> Checkpoint:
         CheckpointError: what is there is no checkpoint.
     """
     if name in KNOWN_MODELS:
-        package = KNOWN_MODELS[name].package
-        folder = cache_folder() / "models" / f"{package.name}-{package.revision}"
+        folder = package_folder(KNOWN_MODELS[name].package)
         if not is_complete(folder):
             raise ModelNotFoundError(
                 f"{name!r} was not prepared here yet: ddtree demo downloads and dequantises it once"
