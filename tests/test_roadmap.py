@@ -34,7 +34,7 @@ def test_page_and_pictures_are_current(script, text):
 
 
 def parts_of(picture):
-    """A picture without its numbers, and those: their last digits, and ids made of them, differ by machine."""
+    """A picture without its numbers, and those: last digits, and ids made of them, differ by machine."""
     text = re.sub(r"#?\b[pm][0-9a-f]{10}\b", "ID", picture)
     number = r"-?\d+\.\d+(?:e-?\d+)?"
     return re.sub(number, "N", text), [float(found) for found in re.findall(number, text)]

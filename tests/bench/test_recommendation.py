@@ -209,6 +209,15 @@ def test_the_shipped_pair_is_pointed_to_for_sglang():
     assert "--speculative-draft-model-path DRAFTER" in lines[2]
 
 
+@pytest.mark.parametrize(("server", "expected"), [("ddtree", False), ("sglang", True), ("vllm", None)])
+def test_a_running_server_is_what_it_says(server, expected):
+    run = run_of(grid("http://host:1/v1", (1,)))
+    run.engines = {"http://host:1/v1 tree:8": {"server": server}}
+    group = recommend(run).groups[0]
+    assert group.is_sglang is expected
+    assert bool(launch_of(recommend(run), group)) == (expected is not None)
+
+
 def test_a_server_that_does_not_say_what_it_is_gets_no_flags():
     made = recommend(run_of(grid("http://host:1/v1", (1,))))
     assert made.groups[0].is_sglang is None

@@ -130,6 +130,18 @@ def test_runs_stand_side_by_side_and_are_not_compared(undrawn):
     assert [run["name"] for run in made.figures["runs"]] == ["h200", "cpu"]
 
 
+def test_the_plain_arm_is_of_the_runs_that_have_it(undrawn):
+    one, other = small_run(), small_run()
+    url = "http://host:1/v1"
+    other.cells = {key: replace(cell, key=key) for key, cell in (
+        (replace(key, arm=url) if key.arm == "embedded chain" else key, cell)
+        for key, cell in one.cells.items()
+    )}  # fmt: skip
+    assert make_report([one, other], ReportOptions(plain=url)).figures["runs"]
+    with pytest.raises(ConfigError, match="plain='x'"):
+        make_report([one, other], ReportOptions(plain="x"))
+
+
 @pytest.mark.parametrize(("changes", "told"), [
     ({"models": {"target": {"name": "other"}}}, "target: "),
     ({"settings": {"max_tokens": 32}}, "max_tokens: 256, now 32"),

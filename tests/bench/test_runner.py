@@ -13,6 +13,7 @@ from ddtree.bench.engines import Engines
 from ddtree.bench.origin import device_name
 from ddtree.bench.run_format import Arm, read_run
 from ddtree.bench.runner import is_one_server_at_a_time, log_folder, plan_bench, run_bench
+from ddtree.bench.sandbox import Protection
 from ddtree.bench_config import BenchConfig
 from ddtree.config import EngineConfig
 from ddtree.errors import ConfigError, ModelNotFoundError
@@ -145,6 +146,16 @@ def test_a_plan_asks_running_servers_and_names_their_models(tmp_path, config_of)
     assert plan.header.device != "cpu"
     assert [str(arm) for arm in plan.arms] == [URL]
     assert plan.notices == ()
+    mixed = config_of(engines=("embedded", URL))
+    (notice,) = plan_bench(mixed, tmp_path / "run.jsonl", Asked(mixed, tmp_path)).notices
+    assert f"({mixed.model}, served)" in notice
+
+
+def test_what_the_sandbox_lacks_is_told_before_code_is_run(tmp_path, config_of, monkeypatch):
+    monkeypatch.setattr("ddtree.bench.runner.missing_protections", lambda: [Protection.NETWORK])
+    config = config_of(sets=("humaneval",), run_code=True)
+    plan = plan_bench(config, tmp_path / "run.jsonl", Engines(config, tmp_path))
+    assert any("without network" in notice for notice in plan.notices)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,15 @@ def test_an_arm_is_compared_within_its_engine():
     assert with_plain["embedded ar"].to_plain.value == 1  # its own plain decoding goes before
 
 
+def test_a_text_is_not_compared_with_tokens():
+    run = run_of(
+        cell("http://a/v1", 0, 1.0, request(0, 9, 1.0), request(1, 9, 1.0, tokens_sha256="text:x")),
+        cell("http://b/v1", 0, 1.0, *(request(n, 9, 1.0, tokens_sha256="text:x") for n in range(2))),
+    )
+    by_arm = {str(row.arm): row for row in summarise(run, plain="http://a/v1")}
+    assert by_arm["http://b/v1"].equal_to_plain == Share(1, 1)
+
+
 def test_a_plain_arm_that_is_none_is_refused(run):
     with pytest.raises(ConfigError, match=r"plain='x' .* embedded ar, embedded tree:4"):
         summarise(run, plain="x")

@@ -96,6 +96,14 @@ def test_every_arm_is_warm_before_anything_is_timed_and_flushed_before_each_cell
     assert whats.count("flush") == 3 * 2 * 2 * 2
 
 
+def test_on_a_gpu_every_prompt_is_read_once_before_anything_is_timed(path):
+    opener = FakeOpener()
+    plan = plan_of()
+    measure(replace(plan, header=replace(plan.header, device="NVIDIA H200")), path, opener)
+    read = [texts for _, what, texts in opener.log if what == "run 1 T=0 c=1"]
+    assert read == [("one 0", "one 1!", "one 2!!", "two 0", "two 1!", "two 2!!")] * 3
+
+
 def test_a_warm_up_of_no_tokens_is_as_long_as_a_request(path):
     opener = FakeOpener()
     measure(plan_of(replace(CONFIG, warm_up_tokens=0)), path, opener)
@@ -298,6 +306,14 @@ def test_energy_is_of_the_timed_requests_of_an_arm_and_of_no_server_elsewhere(pa
     run = measure(plan_of(config), path, opener).run
     for key, cell in run.cells.items():
         assert cell.energy_j == (30.0 if key.arm == "embedded ar" else None)
+
+
+def test_a_stretch_too_short_for_the_counter_has_no_energy(path, monkeypatch):
+    opener = FakeOpener()
+    monkeypatch.setattr(runner, "_meter", lambda config, header: FakeMeter(opener))
+    monkeypatch.setattr(sweep_module, "LEAST_ENERGY_S", 7.6)  # a request of plain decoding takes 7.5 s
+    run = measure(plan_of(replace(CONFIG, modes=(Mode.AR,))), path, opener).run
+    assert {cell.energy_j for cell in run.cells.values()} == {None}
 
 
 def test_outputs_are_kept_for_replay(path, tmp_path):

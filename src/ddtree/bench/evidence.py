@@ -123,8 +123,8 @@ def is_sglang(run: Run, engine: str) -> bool | None:
     """Whether the engine is SGLang; None for a server that does not say."""
     if engine in (EMBEDDED, SGLANG):
         return engine == SGLANG
-    said = [str(info.get("engine")) for arm, info in run.engines.items() if Arm.parse(arm).engine == engine]
-    return True if any("sglang" in text.lower() for text in said) else None
+    said = {info.get("server") for arm, info in run.engines.items() if Arm.parse(arm).engine == engine}
+    return {"sglang": True, "ddtree": False}.get(str(said.pop())) if len(said) == 1 else None
 
 
 def is_uneven(cells: Sequence[Cell]) -> bool:

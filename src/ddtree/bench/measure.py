@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ddtree.bench.run_format import Cell, CellKey, RequestFigures
+from ddtree.bench.run_format import TEXT_SHA256, Cell, CellKey, RequestFigures
 
 Chat = Sequence[Mapping[str, str]]
 """Messages with `role` and `content`, as the chat completions API takes them."""
@@ -161,9 +161,10 @@ def request_figures(number: int, answer: Answer, is_correct: bool | None = None)
 
 
 def output_sha256(answer: Answer) -> str:
-    """First digits of the checksum of the new tokens, or of the text where they are unknown."""
+    """First digits of the checksum of the new tokens; where they are unknown `TEXT_SHA256` and the text's."""
     said = answer.text if answer.tokens is None else ",".join(map(str, answer.tokens))
-    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:SHA256_DIGITS]
+    digits = hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:SHA256_DIGITS]
+    return digits if answer.tokens is not None else TEXT_SHA256 + digits
 
 
 def between_tokens_ms(answers: Iterable[Answer]) -> dict[str, float] | None:

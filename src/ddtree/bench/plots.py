@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[ArmFigures]
-PAPER = "paper: Qwen3-8B, MATH-500, 8x H200"
+PAPER = "paper: Qwen3-8B, MATH-500, greedy, 8x H200"
 
 
 def report_pictures(rows: Rows, *, with_paper: bool = False) -> list[Picture]:
@@ -74,7 +74,7 @@ def over_budget(rows: Rows, *, with_paper: bool = False) -> Iterator[Picture]:
     for (heat, concurrency), group in by(rows, _conditions).items():
         if any(row.arm.mode is Mode.TREE for row in group):
             yield picture(
-                _budget_figure(group, with_paper=with_paper),
+                _budget_figure(group, with_paper=with_paper and heat == 0),  # the paper's is greedy
                 f"budget-t{slug(f'{heat:g}')}-c{concurrency}",
                 f"Speed-up and accept length over node budget: {temperature(heat)}, {requests(concurrency)}",
                 "Two line charts over node budget, a line for each prompt set and engine: speed-up over "

@@ -77,7 +77,7 @@ def make_report(runs: Sequence[Run], options: ReportOptions | None = None) -> Re
     options = options or ReportOptions()
     named = named_runs(runs)
     check_alike(named)
-    rows = [row for name, run in named.items() for row in summarise(run, name, options.plain)]
+    rows = [row for name, run in named.items() for row in summarise(run, name, _plain_of(run, runs, options))]
     advice = {name: recommend(run) for name, run in named.items()}
     sections = [
         Section("At a glance", [fastest_table(rows), *failed_arms(named)]),
@@ -90,6 +90,12 @@ def make_report(runs: Sequence[Run], options: ReportOptions | None = None) -> Re
     ]
     pages = {"A trace, round by round": TRACE_PAGE} if options.has_trace_page else {}
     return Report(Document(TITLE, _introduction(named), sections, pages), _figures(named, rows, advice))
+
+
+def _plain_of(run: Run, runs: Sequence[Run], options: ReportOptions) -> str | None:
+    """The arm to compare with, where this run has it; where none has, each is to refuse it."""
+    holders = [id(each) for each in runs if any(key.arm == options.plain for key in each.cells)]
+    return options.plain if not holders or id(run) in holders else None
 
 
 def named_runs(runs: Sequence[Run]) -> dict[str, Run]:

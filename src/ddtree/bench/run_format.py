@@ -19,6 +19,7 @@ from ddtree.errors import ConfigError, short_repr
 from ddtree.trace_format import parse_line
 
 FORMAT, VERSION = "ddtree-bench", 1
+TEXT_SHA256 = "text:"  # before the checksum of a text, which equals no checksum of tokens
 CELL_FIGURES = ("between_tokens_ms", "accept_histogram", "rank_histogram", "stages_ms", "peak_memory_bytes",
                 "energy_j")  # fmt: skip
 
@@ -90,7 +91,8 @@ class RequestFigures:
         first_token_s: from sending the request to its first token; None where not streamed.
         total_s: from sending to the end.
         decode_s: from the first token to the end; the engine's own figure where it gives one.
-        tokens_sha256: first 16 digits of the checksum of the new tokens (of the text where ids are unknown).
+        tokens_sha256: first 16 digits of the checksum of the new tokens; `text:` and those of the text
+            where ids are unknown.
         is_correct: against the set's answer; None where it has none or was not checked.
         finish_reason: as the engine says, such as `stop` or `length`.
     """

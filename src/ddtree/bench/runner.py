@@ -16,6 +16,7 @@ from ddtree.bench.outputs_file import OutputsFile
 from ddtree.bench.plan import Group, arms_of, can_run, one_server_at_a_time, plan_groups
 from ddtree.bench.run_format import Arm, Run, RunHeader
 from ddtree.bench.run_writer import RunWriter, read_like
+from ddtree.bench.sandbox import SandboxError, missing_protections
 from ddtree.bench.sweep import Opener, Reporter, SilentReporter, Sweep
 from ddtree.bench_config import SGLANG, BenchConfig, ServersAtOnce, is_url
 from ddtree.config import check
@@ -88,7 +89,7 @@ def plan_bench(config: BenchConfig, output: Path, engines: Engines) -> Plan:
         groups = one_server_at_a_time(groups)
     return Plan(
         config, sets, header, tuple(arms), tuple(groups), len(done), is_one_at_a_time,
-        _notices(config, arms, sets),
+        (*_notices(config, arms, sets), *_other_models(config, served)),
     )  # fmt: skip
 
 
@@ -98,7 +99,31 @@ def _notices(config: BenchConfig, arms: Sequence[Arm], sets: dict[str, PromptSet
     if skipped:
         values = ", ".join(map(str, skipped))
         notices.append(f"the embedded engine runs one request at a time: without it at concurrency {values}")
+    if config.run_code and any(prompt.code for prompts in sets.values() for prompt in prompts.prompts):
+        notices += _sandbox_notices()
     return tuple(notices)
+
+
+def _sandbox_notices() -> list[str]:
+    """What the sandbox does not keep model-written code from on this machine."""
+    try:
+        missing = missing_protections()
+    except SandboxError as error:
+        return [f"answers in code are not checked: {error}"]
+    if not missing:
+        return []
+    return [
+        f"--run-code: the sandbox is without {', '.join(missing)} on this machine, so a model's code has "
+        "your rights there (docs/datasets.md): run in a container, or without --run-code"
+    ]
+
+
+def _other_models(config: BenchConfig, served: Sequence[str]) -> list[str]:
+    """Models of servers whose names are not the target's: whether they are the same is not known."""
+    names = dict.fromkeys([config.model, *served] if config.has_own_engines else served)
+    if len(names) < 2:
+        return []
+    return [f"the engines name different models ({', '.join(names)}): compare them only if they are one"]
 
 
 def is_one_server_at_a_time(config: BenchConfig, header: RunHeader) -> bool:

@@ -113,6 +113,16 @@ def run_python(
         return _launch(settings, limits.wall_s + CLEAN_UP_S)
 
 
+def missing_protections() -> list[Protection]:
+    """Those that this machine does not grant; `USER` is not missing where we are not root.
+
+    Raises:
+        SandboxError: not on Linux, or Python cannot be started shut in.
+    """
+    granted = run_python("").protections | (set() if os.geteuid() == 0 else {Protection.USER})
+    return [protection for protection in Protection if protection not in granted]
+
+
 def _settings(folder: Path, limits: SandboxLimits, protections: Iterable[Protection]) -> dict[str, Any]:
     python = os.path.realpath(sys.executable)
     kept = {os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix, folder)}

@@ -97,7 +97,8 @@ def hide_homes(settings: dict[str, Any]) -> None:
     for folder in (*HIDDEN, settings["home"]):
         nested = folder not in HIDDEN and any(within(folder, other) for other in HIDDEN)
         is_needed = any(within(folder, path) for path in kept)
-        if os.path.isdir(folder) and not os.path.islink(folder) and not nested and not is_needed:
+        is_root = folder == "/"  # the home of users that have none
+        if os.path.isdir(folder) and not (os.path.islink(folder) or is_root or nested or is_needed):
             hide(folder, [path for path in kept if within(path, folder)], settings["stage"])
 
 

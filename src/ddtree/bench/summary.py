@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree.bench.run_format import Arm, Cell, CellKey, Run, sorted_arms
+from ddtree.bench.run_format import TEXT_SHA256, Arm, Cell, CellKey, Run, sorted_arms
 from ddtree.config import Mode
 from ddtree.errors import ConfigError, short_repr
 
@@ -260,12 +260,13 @@ def _equal_outputs(ours: Repeats, plain: Repeats) -> Share | None:
     equal = []
     for repeat in ours.keys() & plain.keys():
         outputs = {request.prompt: request.tokens_sha256 for request in plain[repeat].requests}
-        equal += [
-            request.tokens_sha256 == outputs[request.prompt]
-            for request in ours[repeat].requests
-            if request.prompt in outputs
-        ]
+        pairs = [(r.tokens_sha256, outputs[r.prompt]) for r in ours[repeat].requests if r.prompt in outputs]
+        equal += [one == other for one, other in pairs if _is_text(one) == _is_text(other)]
     return _share(equal)
+
+
+def _is_text(sha256: str) -> bool:
+    return sha256.startswith(TEXT_SHA256)
 
 
 # -- ratios ----------------------------------------------------------------------------------------
@@ -327,12 +328,6 @@ def ratio_swing(
         low, high = np.quantile(drawn[0] / drawn[1] / ratio, (0.025, 0.975))
     # The whole is no draw, so with few prompts all draws may lie on one side of it.
     return (min(float(low), 1.0), max(float(high), 1.0)) if math.isfinite(low + high) else None
-
-
-def _speeds(counts: Array, values: Array) -> Array:
-    """Tokens over seconds of each draw: counts [draws, prompts], values [prompts, 2]."""
-    sums: Array = counts @ values
-    return sums[:, 0] / sums[:, 1]
 
 
 @lru_cache(maxsize=4)

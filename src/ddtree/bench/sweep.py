@@ -25,6 +25,10 @@ START = "start"
 MISTAKES = (ConfigError, MissingExtraError, ModelError)  # what ends a run that has measured nothing yet
 
 
+# A GPU's energy counter lags: of shorter stretches it tells what ran before them.
+LEAST_ENERGY_S = 1.0
+
+
 class Opener(Protocol):
     """Opens the engine of an arm; see `Engines`."""
 
@@ -58,7 +62,10 @@ class Timed:
     def add(self, wall_s: float, answers: Sequence[Answer], energy_j: float | None) -> None:
         self.wall_s += wall_s
         self.answers += answers
-        self.energy_j = None if self.energy_j is None or energy_j is None else self.energy_j + energy_j
+        if energy_j is None or wall_s < LEAST_ENERGY_S or self.energy_j is None:
+            self.energy_j = None
+        else:
+            self.energy_j += energy_j
 
 
 class Sweep:
@@ -164,6 +171,8 @@ class Sweep:
         """The shortest and the longest prompt at every temperature, as many at a time as ever later."""
         chats = [first_turn(prompt.turns) for each in self._sets.values() for prompt in each.prompts]
         ends = [find(chats, key=lambda chat: len(chat[0]["content"])) for find in (min, max)]
+        if arm.engine == EMBEDDED and self._writer.run.header.device != "cpu":
+            self._warm_up_prefill(arm, chats)
         concurrency = 1 if arm.engine == EMBEDDED else max(self._config.concurrency)
         prompts = [ends[number % 2] for number in range(max(2, concurrency))]
         for temperature in self._config.temperatures:
@@ -174,6 +183,11 @@ class Sweep:
                 seeds=[request_seed(self._config.seed, number) for number in range(len(prompts))],
                 concurrency=concurrency,
             )
+
+    def _warm_up_prefill(self, arm: Arm, chats: Sequence[Chat]) -> None:
+        """Every prompt once: kernels of a prefill are compiled a kind of length, in most of a second."""
+        seeds = [request_seed(self._config.seed, number) for number in range(len(chats))]
+        self._engines[arm].run(chats, max_tokens=1, temperature=0.0, seeds=seeds, concurrency=1)
 
     def _close(self, arm: Arm) -> None:
         engine = self._engines.pop(arm)
@@ -253,11 +267,7 @@ class Sweep:
         """Check a cell's answers, watch some rounds, and write it."""
         memory_bytes = self._engines[arm].peak_memory_bytes()
         observed: list[Observed] = []
-        if (
-            self._config.rank_prompts
-            and not group.repeat
-            and group.concurrency == min(self._config.concurrency)
-        ):
+        if self._is_watched(group):
             self._attempt(arm, f"{group}, watched", lambda: self._observe(group, arm, observed))
         correct = self._check(group, timed.answers)
         extras = CellExtras(correct, observed[0] if observed else None, memory_bytes, timed.energy_j)

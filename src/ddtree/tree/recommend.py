@@ -173,6 +173,8 @@ def _decide(plans: Sequence[DraftPlan], ratio: RatioOf) -> tuple[DraftPlan, bool
         fastest = max(trees, key=lambda tree: _value(ratio(tree, trees[0])))
         return fastest, False, "neither the chain nor plain decoding is known here, so the gain is not either"
     over = {tree: found for tree in trees if (found := ratio(tree, base)) is not None}
+    if trees and not over:
+        return base, False, f"the trees were measured on other texts than {_named(base)}"
     plan, is_certain, reason = _tree_or_base(over, base)
     if plan == PLAIN or PLAIN not in plans:
         return plan, is_certain, reason
