@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -232,3 +233,47 @@ def test_accept_length_is_tokens_over_rounds(counts):
 def test_a_cell_without_requests_is_none():
     with pytest.raises(KeyError):
         parse_cell({"type": "cell"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arm": -1},
+        {"arm": "embedded tree:0"},
+        {"concurrency": 0},
+        {"temperature": None},
+        {"repeat": "0"},
+        {"wall_s": float("inf")},
+        {"accept_histogram": {"1": None}},
+        {"accept_histogram": {"1": 0}},
+        {"accept_histogram": {"1": 1e308}},
+        {"rank_histogram": {"x": 1}},
+        {"stages_ms": {"verify": -1}},
+        {"between_tokens_ms": {"50": float("nan")}},
+        {"peak_memory_bytes": "much"},
+    ],
+)
+def test_a_value_that_was_never_measured_is_refused_by_its_line(path, change):
+    write_run(path, cells=1)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:-1], json.dumps(json.loads(lines[-1]) | change)]) + "\n")
+    with pytest.raises(ConfigError, match=f"line {len(lines)} is not what it should be"):
+        read_run(path)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("new_tokens", "7"), ("decode_s", float("nan")), ("rounds", -1)]
+)
+def test_a_request_that_was_never_measured_is_refused(path, column, value):
+    write_run(path, cells=1)
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[-1])
+    record["requests"][column][0] = value
+    path.write_text("\n".join([*lines[:-1], json.dumps(record)]) + "\n")
+    with pytest.raises(ConfigError, match=f"{column}="):
+        read_run(path)
+
+
+def test_a_device_is_no_run():
+    with pytest.raises(ConfigError, match="is a device"):
+        read_run(Path("/dev/full"))

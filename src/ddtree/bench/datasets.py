@@ -120,6 +120,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         ConfigError: a file that cannot be read, holds no prompt, or has a line of another form.
     """
+    check(not path.is_char_device(), "set", str(path), "a JSONL file, not a device")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:

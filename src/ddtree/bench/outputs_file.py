@@ -13,10 +13,11 @@ from ddtree.bench.measure import Answer
 from ddtree.bench.plan import Group
 from ddtree.bench.run_format import Arm
 from ddtree.bench_config import EMBEDDED, SGLANG
-from ddtree.config import Mode
+from ddtree.config import Mode, check
 from ddtree.errors import ConfigError, short_repr
 
 FINISHES = ("stop", "length", "cancel", "abort")
+BEGIN = b'{"prompt_tokens":['  # of each line that is written here
 
 
 @dataclass(slots=True)
@@ -48,7 +49,12 @@ class OutputsFile:
                     "name another file"
                 )
             self._write(path, b"")
+            check(path.is_file(), "outputs", str(path), "a file, not a device")
             data = path.read_bytes()
+            check(
+                data.startswith(BEGIN) or BEGIN.startswith(data),
+                "outputs", str(path), "a file of finished outputs, which this one is not", "name another",
+            )  # fmt: skip
             if not data.endswith(b"\n"):
                 with path.open("r+b") as file:
                     file.truncate(data.rfind(b"\n") + 1)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddtree.bench.run_checks import check_cell, check_fields
 from ddtree.bench_config import EMBEDDED as EMBEDDED
 from ddtree.bench_config import SGLANG as SGLANG
 from ddtree.config import MAX_NODE_BUDGET, Mode, check, is_int, parse_budget, parse_mode
@@ -221,8 +222,9 @@ def parse_cell(record: Mapping[str, Any]) -> Cell:
     """The cell of a line.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        AttributeError, ConfigError, KeyError, TypeError, ValueError: it is none.
     """
+    check_cell(record)
     key = CellKey(**{name: record[name] for name in CellKey.__dataclass_fields__})
     columns = record["requests"]
     count = len(columns["prompt"])
@@ -231,8 +233,7 @@ def parse_cell(record: Mapping[str, Any]) -> Cell:
     requests = tuple(
         RequestFigures(**{name: values[i] for name, values in columns.items()}) for i in range(count)
     )
-    if not record["wall_s"] > 0:
-        raise ValueError(f"wall_s={record['wall_s']!r}")
+    Arm.parse(key.arm)
     rest = {n: v for n, v in record.items() if n not in ("type", "requests", *CellKey.__dataclass_fields__)}
     return Cell(key=key, requests=requests, **rest)
 
@@ -245,6 +246,8 @@ def read_run(path: Path) -> Run:
     """
     name = short_repr(str(path))
     try:
+        if path.is_char_device() or path.is_block_device():
+            raise ConfigError(f"the run {name} is a device; name a file")
         lines = path.read_bytes().splitlines(keepends=True)
     except OSError as error:
         raise ConfigError(f"the run {name} cannot be read: {error.strerror}") from error
@@ -265,7 +268,7 @@ def read_run(path: Path) -> Run:
                 run = Run(str(path), _header(record))
             else:
                 _take(run, record)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, ConfigError, KeyError, TypeError, ValueError) as error:
             if run is not None and number == len(lines) and not line.endswith(b"\n"):
                 run.num_torn = 1
                 break
@@ -276,19 +279,21 @@ def read_run(path: Path) -> Run:
 
 def _header(record: Mapping[str, Any]) -> RunHeader:
     header = RunHeader(**{name: record[name] for name in RunHeader.__dataclass_fields__})
-    for values in (header.settings, header.sets, header.models, *header.sets.values()):
-        if not isinstance(values, dict):
-            raise TypeError(f"{short_repr(values)} is no object")
+    check_fields(record, texts=("device",), objects=("settings", "sets", "models"))
+    check_fields(header.sets, texts=(), objects=tuple(header.sets))
     return header
 
 
 def _take(run: Run, record: Mapping[str, Any]) -> None:
     kind = record["type"]
     if kind == "session":
+        check_fields(record, texts=(), objects=("provenance",))
         run.sessions.append(record["provenance"])
     elif kind == "header":
         run.header = _header(record)
     elif kind == "engine":
+        check_fields(record, texts=("arm",), objects=("info",))
+        Arm.parse(record["arm"])
         run.engines[record["arm"]] = record["info"]
     elif kind == "cell":
         cell = parse_cell(record)

@@ -160,6 +160,7 @@ def run_bench(
 
 def log_folder(output: Path) -> Path:
     """Where the servers of a run write their logs."""
+    check(output.name != "", "output", str(output), "the path of a file")
     return output.with_name(f"{output.stem}-logs")
 
 
@@ -177,7 +178,7 @@ def measure(
         DDTreeError: a model cannot be loaded.
     """
     config, reporter = plan.config, reporter or SilentReporter()
-    check(outputs is None or outputs.absolute() != output.absolute(), "outputs", str(outputs), "another file "
+    check(outputs is None or outputs.resolve() != output.resolve(), "outputs", str(outputs), "another file "
           "than the run's")  # fmt: skip
     writer = RunWriter(output, plan.header)
     if not plan.groups:
