@@ -258,8 +258,9 @@ def test_a_server_ends_with_the_program_that_started_it(fake, python, tmp_path, 
         "FAKE_LOG": str(tmp_path / "l"),
     }
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, python, "--port", "0"], env=environment, start_new_session=True
-    )
+        [sys.executable, "-c", PARENT, python, "--port", "0"], env=environment, start_new_session=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None,
+    )  # fmt: skip
     try:
         end_s = time.monotonic() + 60
         while not notes.exists() or not notes.read_text(encoding="utf-8").endswith("\n"):
