@@ -85,7 +85,10 @@ def test_a_run_of_the_embedded_engine_is_whole_and_lossless(tmp_path, models, pr
 
 def test_a_run_grows_by_what_is_asked_later(tmp_path, models, config_of):
     output = tmp_path / "run.jsonl"
-    load = lambda config: models[1]  # noqa: E731
+
+    def load(config):
+        return models[1]
+
     run_bench(config_of(modes=("ar",)), output, load=load)
     assert read_run(output).header.models["drafter"] is None
     result = run_bench(config_of(budgets=(2, 6), repeats=2), output, load=load)

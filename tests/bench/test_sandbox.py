@@ -253,7 +253,7 @@ def test_it_cannot_get_rights_back(granted):
 
 def test_root_does_not_run_programs_as_root():
     if os.geteuid() != 0:
-        pytest.skip("not root")
+        pytest.skip("not root, and only root could run programs as root")
     with pytest.raises(SandboxError, match="must run as the user nobody"):
         run_python("print('ran')", LIMITS, set(Protection) - {Protection.USER})
 
