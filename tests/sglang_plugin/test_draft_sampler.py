@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parent))
 from gloo_ranks import GlooGroup, run_ranks
@@ -79,6 +81,29 @@ def test_padding_has_no_links_and_sees_itself() -> None:
     )
     assert not trees.ancestor_mask[:, :3, padding].any()
     assert not trees.ancestor_mask[:, padding, :3].any()
+
+
+class Products(TorchDispatchMode):
+    """Notes the matrix products that are made, by operator and shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, tuple[int, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.made.append((func.overloadpacket.__name__, tuple(args[0].shape)))
+        return made
+
+
+def test_the_heads_weights_are_read_once_for_all_requests() -> None:
+    hidden, tokens = make_hidden(3)
+    sampler = make_sampler(PluginConfig(node_budget=8))
+    with torch.no_grad(), Products() as products:
+        sampler.draft(hidden, tokens, torch.tensor([4, 5, 6]))
+    rows = 3 * (sampler.block_size - 1)
+    assert products.made == [("mm", (rows, hidden.shape[-1]))]
 
 
 def test_a_chain_is_the_best_token_of_each_position() -> None:

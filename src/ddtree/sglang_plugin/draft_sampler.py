@@ -95,7 +95,9 @@ class VocabularyShard:
 
     def marginals(self, hidden: Tensor, candidate_topk: int) -> DraftMarginals:
         """Marginals over the whole vocabulary of `hidden` [bs, draft_depth, hidden_size]."""
-        logits = torch.matmul(hidden.to(self.weight.dtype), self.weight.T)  # [bs, L, num_tokens]
+        # As rows: of a slice of blocks `matmul` makes one product a request, each of which reads all weights.
+        rows = hidden.reshape(-1, hidden.shape[-1]).to(self.weight.dtype)  # [bs * L, hidden_size]
+        logits = (rows @ self.weight.T).view(*hidden.shape[:-1], -1)  # [bs, L, num_tokens]
         if self.group is None:
             marginals = DraftMarginals.from_logits(logits, candidate_topk)
             return (
