@@ -159,6 +159,31 @@ def test_a_killed_run_goes_on_where_it_stood(path):
     assert len(read_run(path).sessions) == 2
 
 
+def test_a_second_run_on_the_same_file_is_refused_and_harms_nothing(path, tmp_path):
+    def second(text):
+        if text == "one 1!" and not refusals:
+            for output, outputs in ((path, None), (path, kept), (tmp_path / "other.jsonl", kept)):
+                with pytest.raises(ConfigError, match="written by another ddtree bench: wait") as raised:
+                    measure(plan_of(), output, FakeOpener(), outputs)
+                refusals.append(str(raised.value))
+
+    refusals, kept = [], tmp_path / "outputs.jsonl"
+    measure(plan_of(), path, FakeOpener(on_run={"embedded chain": second}), kept)
+    assert [refusal.split()[0] for refusal in refusals] == ["--output", "--output", "--outputs"]
+    assert len(path.read_bytes().splitlines()) == 1 + 1 + 3 + 12  # header, session, engines, cells
+    assert len(kept.read_bytes().splitlines()) == 36
+    measure(plan_of(replace(CONFIG, repeats=3)), path, FakeOpener())  # the file is free again
+
+
+def test_cells_that_another_run_measured_since_the_plan_are_not_measured_again(path):
+    stale = plan_of()
+    measure(plan_of(replace(CONFIG, repeats=1)), path, FakeOpener())
+    run = measure(stale, path, FakeOpener()).run
+    assert len(run.cells) == 12
+    cells = [line for line in path.read_text().splitlines() if '"type":"cell"' in line]
+    assert len(cells) == 12
+
+
 def test_nothing_is_opened_where_nothing_is_left(path):
     measure(plan_of(), path, FakeOpener())
     before = path.read_bytes()

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import fields
 
 import pytest
@@ -156,6 +158,23 @@ def test_no_file_is_refused_in_one_line(refused):
 def test_another_runs_file_is_refused(command, refused, flags):
     command(*flags)
     assert "is another run (seed: 0, now 5)" in refused(*flags, "--seed", "5")
+
+
+def test_a_run_that_is_being_measured_is_refused_to_a_second_program(refused, flags, loads, tmp_path):
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom ddtree.bench.file_lock import sole_writer\n"
+        "with sole_writer(Path(sys.argv[1]), '--output'):\n    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    run = tmp_path / "run.jsonl"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"held\n"
+        told = refused(*flags, "--quiet")
+        other.stdin.close()
+    assert f"--output {str(run)!r} is being written by another ddtree bench: wait for its end" in told
+    assert loads == []
 
 
 def test_ctrl_c_keeps_what_was_measured(command, flags, monkeypatch, tmp_path):

@@ -41,8 +41,7 @@ class OutputsFile:
         Raises:
             ConfigError: a file is there though the run is new, or cannot be written.
         """
-        for engine in self.engines:
-            path = self.path_of(engine)
+        for path in self.paths:
             if not is_resumed and path.exists() and path.stat().st_size:
                 raise ConfigError(
                     f"outputs={short_repr(str(path))} is not allowed: it is there already, of another run; "
@@ -58,6 +57,11 @@ class OutputsFile:
             if not data.endswith(b"\n"):
                 with path.open("r+b") as file:
                     file.truncate(data.rfind(b"\n") + 1)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files of all engines."""
+        return [self.path_of(engine) for engine in self.engines]
 
     def path_of(self, engine: str) -> Path:
         """The file of an engine, such as `outputs-sglang.jsonl`; with one engine `path` itself."""

@@ -60,11 +60,18 @@ def plan_groups(arms: Sequence[Arm], config: BenchConfig, done: Container[CellKe
     groups = []
     conditions = product(range(config.repeats), config.concurrency, config.temperatures, config.sets)
     for number, (repeat, concurrency, temperature, prompt_set) in enumerate(conditions):
-        group = Group(tuple(turned(arms, number)), prompt_set, concurrency, temperature, repeat)
-        left = tuple(arm for arm in group.arms if can_run(arm, concurrency) and group.key(arm) not in done)
-        if left:
-            groups.append(replace(group, arms=left))
-    return groups
+        able = tuple(arm for arm in turned(arms, number) if can_run(arm, concurrency))
+        groups.append(Group(able, prompt_set, concurrency, temperature, repeat))
+    return without_cells(groups, done)
+
+
+def without_cells(groups: Sequence[Group], done: Container[CellKey]) -> list[Group]:
+    """The groups without cells that are done."""
+    left = [
+        replace(group, arms=tuple(arm for arm in group.arms if group.key(arm) not in done))
+        for group in groups
+    ]
+    return [group for group in left if group.arms]
 
 
 def can_run(arm: Arm, concurrency: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +12,17 @@ from ddtree import Engine
 from ddtree.bench.datasets import PromptSet
 from ddtree.bench.energy import EnergyMeter, gpu_uuids, open_meter
 from ddtree.bench.engines import Engines, Load
+from ddtree.bench.file_lock import sole_writer
 from ddtree.bench.origin import load_sets, make_header
 from ddtree.bench.outputs_file import OutputsFile
-from ddtree.bench.plan import Group, arms_of, can_run, one_server_at_a_time, plan_groups
+from ddtree.bench.plan import (
+    Group,
+    arms_of,
+    can_run,
+    one_server_at_a_time,
+    plan_groups,
+    without_cells,
+)
 from ddtree.bench.run_format import Arm, Run, RunHeader
 from ddtree.bench.run_writer import RunWriter, read_like
 from ddtree.bench.sandbox import SandboxError, missing_protections
@@ -171,30 +180,36 @@ def measure(
     outputs: Path | None = None,
     reporter: Reporter | None = None,
 ) -> BenchResult:
-    """Measure the groups of a plan.
+    """Measure the groups of a plan that the run's file does not have by now.
 
     Raises:
-        ConfigError: a file that cannot be written, or is of another run.
+        ConfigError: a file that cannot be written, that another run is writing, or that is of another run.
         DDTreeError: a model cannot be loaded.
     """
     config, reporter = plan.config, reporter or SilentReporter()
     check(outputs is None or outputs.resolve() != output.resolve(), "outputs", str(outputs), "another file "
           "than the run's")  # fmt: skip
-    writer = RunWriter(output, plan.header)
-    if not plan.groups:
-        return BenchResult(writer.run)
     kept = _outputs_file(outputs, plan)
-    if kept is not None:
-        kept.begin(is_resumed=bool(plan.num_done))
-    writer.session(provenance())
-    sweep = Sweep(
-        config, plan.sets, writer, opener, reporter,
-        outputs=kept,
-        meter=_meter(config, plan.header),
-        is_one_server_at_a_time=plan.is_one_server_at_a_time,
-    )  # fmt: skip
-    sweep.run(plan.groups)
-    return BenchResult(writer.run, tuple(sweep.failures), kept.num_left_out if kept else 0)
+    with ExitStack() as held:
+        held.enter_context(sole_writer(output, "--output"))
+        for path in kept.paths if kept else ():
+            held.enter_context(sole_writer(path, "--outputs"))
+        writer = RunWriter(output, plan.header)
+        # Another run may have ended between the plan and the lock.
+        groups = without_cells(plan.groups, writer.run.cells)
+        if not groups:
+            return BenchResult(writer.run)
+        if kept is not None:
+            kept.begin(is_resumed=bool(writer.run.cells))
+        writer.session(provenance())
+        sweep = Sweep(
+            config, plan.sets, writer, opener, reporter,
+            outputs=kept,
+            meter=_meter(config, plan.header),
+            is_one_server_at_a_time=plan.is_one_server_at_a_time,
+        )  # fmt: skip
+        sweep.run(groups)
+        return BenchResult(writer.run, tuple(sweep.failures), kept.num_left_out if kept else 0)
 
 
 def _outputs_file(path: Path | None, plan: Plan) -> OutputsFile | None:

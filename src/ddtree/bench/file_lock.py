@@ -1,0 +1,47 @@
+"""Keeps a second program from a file that one is writing."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddtree.errors import ConfigError, short_repr
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def sole_writer(path: Path, flag: str) -> Iterator[None]:
+    """Hold a file, made where it is not there, against all others that write it through this function.
+
+    The system lets go of it when the process ends, however it ends.
+
+    Args:
+        flag: of the command line that named the file, for messages.
+
+    Raises:
+        ConfigError: another run writes it, or it cannot be written.
+    """
+    name = short_repr(str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise ConfigError(f"{flag} {name} cannot be written: {error.strerror}; name another file") from error
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(number)
+        raise ConfigError(
+            f"{flag} {name} is being written by another ddtree bench: wait for its end, or name another file"
+        ) from None
+    except OSError as error:  # a file system without locks
+        logger.info("%s cannot be locked against other runs: %s", path, error.strerror)
+    try:
+        yield
+    finally:
+        os.close(number)
