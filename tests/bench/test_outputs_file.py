@@ -1,22 +1,72 @@
-"""The file of finished outputs: whose file it may append to."""
+"""The file of finished outputs: whose file it may append to, and what is cut from it."""
+
+import hashlib
+import os
 
 import pytest
 
 from ddtree.bench.outputs_file import OutputsFile
+from ddtree.bench.run_format import OutputsMark
 from ddtree.errors import ConfigError
 
+LINE = b'{"prompt_tokens":[1],"tokens":[2]}\n'
 
-@pytest.mark.parametrize("content", [b"notes without a newline", b"notes\n", b"\0\xff", b'{"prompt":"x"}\n'])
-def test_a_resumed_run_leaves_a_file_of_something_else_alone(tmp_path, content):
-    path = tmp_path / "notes.txt"
+
+def outputs_of(tmp_path, name="outputs.jsonl"):
+    return OutputsFile(tmp_path / name, ("embedded",), "m", tmp_path / "run.jsonl")
+
+
+def mark_of(data, path="outputs.jsonl"):
+    return {path: OutputsMark(path, len(data), hashlib.sha256(data).hexdigest())}
+
+
+@pytest.mark.parametrize("content", [b"notes without a newline", b"notes\n", b"\0\xff", LINE])
+@pytest.mark.parametrize("marks", [{}, mark_of(b""), mark_of(LINE * 2), mark_of(LINE, "other.jsonl")])
+def test_a_file_that_is_not_of_the_run_is_left_alone(tmp_path, content, marks):
+    path = tmp_path / "outputs.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="a file of finished outputs, which this one is not"):
-        OutputsFile(path, ("embedded",), "m").begin(is_resumed=True)
+    if "outputs.jsonl" in marks and not marks["outputs.jsonl"].num_bytes:
+        marks = {"outputs.jsonl": OutputsMark("outputs.jsonl", len(content), "0" * 64)}
+    with pytest.raises(ConfigError, match=r"outputs='.*outputs.jsonl' is not allowed: .*: name another file"):
+        outputs_of(tmp_path).begin(marks)
     assert path.read_bytes() == content
 
 
-def test_a_torn_line_of_finished_outputs_is_cut(tmp_path):
+@pytest.mark.parametrize("behind", [b"", LINE, b'{"prompt_tok'])
+def test_what_the_run_does_not_have_is_cut(tmp_path, behind):
     path = tmp_path / "outputs.jsonl"
-    path.write_bytes(b'{"prompt_tokens":[1],"tokens":[2]}\n{"prompt_tok')
-    OutputsFile(path, ("embedded",), "m").begin(is_resumed=True)
-    assert path.read_bytes() == b'{"prompt_tokens":[1],"tokens":[2]}\n'
+    path.write_bytes(LINE + behind)
+    assert outputs_of(tmp_path).begin(mark_of(LINE)) == list(mark_of(LINE).values())
+    assert path.read_bytes() == LINE
+
+
+def test_a_folder_of_run_and_outputs_can_be_moved(tmp_path):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "outputs.jsonl").write_bytes(LINE)
+    [mark] = outputs_of(tmp_path / "new").begin(mark_of(LINE))
+    assert mark.path == "outputs.jsonl"
+
+
+def test_a_look_changes_nothing(tmp_path):
+    outputs_of(tmp_path, "new/outputs.jsonl").check({})
+    assert list(tmp_path.iterdir()) == []
+    path = tmp_path / "outputs.jsonl"
+    path.write_bytes(LINE * 2)
+    outputs_of(tmp_path).check(mark_of(LINE))
+    assert path.read_bytes() == LINE * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("file/outputs.jsonl", "file' is a file"),
+        (".", "a file, not a folder or a device"),
+        ("null", "a file, not a folder or a device"),
+        ("run.jsonl", "another file than the run's"),
+    ],
+)
+def test_a_path_that_cannot_be_one_is_refused(tmp_path, name, said):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "null").symlink_to(os.devnull)
+    with pytest.raises(ConfigError, match=said):
+        outputs_of(tmp_path, name).check({})

@@ -251,6 +251,10 @@ def test_a_cell_without_requests_is_none():
         {"stages_ms": {"verify": -1}},
         {"between_tokens_ms": {"50": float("nan")}},
         {"peak_memory_bytes": "much"},
+        {"outputs": 3},
+        {"outputs": [3]},
+        {"outputs": [{"path": "o", "num_bytes": -1, "sha256": ""}]},
+        {"outputs": [{"path": "o", "num_bytes": 1}]},
     ],
 )
 def test_a_value_that_was_never_measured_is_refused_by_its_line(path, change):

@@ -10,7 +10,7 @@ import pytest
 from bench_kit import CONFIG, HEADER, FakeOpener, Told, prompt_sets
 from ddtree.bench import runner
 from ddtree.bench import sweep as sweep_module
-from ddtree.bench.measure import Answer
+from ddtree.bench.measure import Answer, figures
 from ddtree.bench.plan import arms_of, one_server_at_a_time, plan_groups, request_seed
 from ddtree.bench.run_format import CellKey, read_run
 from ddtree.bench.runner import Plan, measure
@@ -399,6 +399,41 @@ def test_outputs_of_a_resumed_run_go_on_behind_a_torn_line(path, tmp_path):
     measure(plan_of(done=set(read_run(path).cells)), path, FakeOpener(), outputs)
     lines = [json.loads(line) for line in outputs.read_text().splitlines()]
     assert [line["repeat"] for line in lines] == [0] * 18 + [1] * 18
+
+
+@pytest.mark.parametrize("num_cells", [0, 1, 2, 7])
+@pytest.mark.parametrize("engines", [("embedded",), ("embedded", "sglang")])
+def test_a_crash_between_outputs_and_cell_doubles_no_outputs(path, tmp_path, monkeypatch, num_cells, engines):
+    """The outputs are on disk by then, and the cell's line is not."""
+    config = replace(CONFIG, engines=engines)
+
+    def crash(*arguments):
+        if made.append(arguments) or len(made) > num_cells:
+            raise KeyboardInterrupt
+        return figures(*arguments)
+
+    made, outputs = [], tmp_path / "outputs.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_module, "figures", crash)
+        with pytest.raises(KeyboardInterrupt):
+            measure(plan_of(config), path, FakeOpener(), outputs)
+    assert len(read_run(path).cells) == num_cells
+    assert sum(len(file.read_bytes().splitlines()) for file in tmp_path.glob("out*")) == 3 * (num_cells + 1)
+    run = measure(plan_of(config, done=set(read_run(path).cells)), path, FakeOpener(), outputs).run
+    lines = [json.loads(line) for file in tmp_path.glob("out*") for line in file.read_text().splitlines()]
+    fields = ("engine", "mode", "prompt_set", "repeat", "prompt_tokens")
+    kept = [tuple(str(line[name]) for name in fields) for line in lines]
+    assert len(kept) == len(set(kept)) == 3 * len(run.cells) == 36 * len(engines)
+
+
+def test_a_run_that_goes_on_does_not_add_to_the_outputs_of_another(path, tmp_path):
+    outputs, other = tmp_path / "outputs.jsonl", tmp_path / "other.jsonl"
+    measure(plan_of(replace(CONFIG, repeats=1)), path, FakeOpener(), outputs)
+    measure(plan_of(replace(CONFIG, repeats=1)), other, FakeOpener())
+    before = outputs.read_bytes()
+    with pytest.raises(ConfigError, match="of something else: name another file"):
+        measure(plan_of(done=set(read_run(other).cells)), other, FakeOpener(), outputs)
+    assert outputs.read_bytes() == before
 
 
 def test_progress_counts_every_request_once(path):

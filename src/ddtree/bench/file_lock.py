@@ -1,4 +1,4 @@
-"""Keeps a second program from a file that one is writing."""
+"""Whether a file can be written, and keeping a second program from it meanwhile."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ddtree.config import check
 from ddtree.errors import ConfigError, short_repr
 
 logger = logging.getLogger(__name__)
@@ -45,3 +46,19 @@ def sole_writer(path: Path, flag: str) -> Iterator[None]:
         yield
     finally:
         os.close(number)
+
+
+def check_writable(path: Path, name: str) -> None:
+    """Raise `ConfigError` where a file cannot be written or made; changes nothing."""
+    nearest = path
+    while not nearest.exists() and nearest != nearest.parent:
+        nearest = nearest.parent
+    is_there = nearest == path
+    check(
+        not path.is_dir() and (is_there or nearest.is_dir()), name, str(path), "a file, in a folder",
+        f"{str(nearest)!r} is a {'folder' if nearest.is_dir() else 'file'}",
+    )  # fmt: skip
+    check(
+        os.access(nearest, os.W_OK), name, str(path), "a file that can be written",
+        f"{str(nearest)!r} cannot",
+    )  # fmt: skip

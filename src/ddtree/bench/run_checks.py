@@ -30,6 +30,11 @@ def check_fields(record: Mapping[str, Any], *, texts: tuple[str, ...], objects: 
     _check_fields({name: record[name] for name in objects}, dict.fromkeys(objects, _is_object))
 
 
+def check_mark(record: Mapping[str, Any]) -> None:
+    """Raise `ValueError` where a value of an outputs file's mark cannot be."""
+    _check_fields(record, {"path": _is_text, "num_bytes": _is_count, "sha256": _is_text})
+
+
 def _check_fields(record: Mapping[str, Any], rules: Mapping[str, Callable[[Any], bool]]) -> None:
     for name, is_right in rules.items():
         if name in record and not is_right(record[name]):

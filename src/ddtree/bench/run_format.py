@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddtree.bench.run_checks import check_cell, check_fields
+from ddtree.bench.run_checks import check_cell, check_fields, check_mark
 from ddtree.bench_config import EMBEDDED as EMBEDDED
 from ddtree.bench_config import SGLANG as SGLANG
 from ddtree.config import MAX_NODE_BUDGET, Mode, check, is_int, parse_budget, parse_mode
@@ -180,6 +180,20 @@ class RunHeader:
     device: str
 
 
+@dataclass(frozen=True, slots=True)
+class OutputsMark:
+    """What an outputs file held when the cell in whose line this stands was measured.
+
+    Attributes:
+        path: from the run's folder.
+        num_bytes, sha256: of all cells' outputs, this one's included.
+    """
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
 @dataclass(slots=True)
 class Run:
     """A run as read from its file.
@@ -189,6 +203,7 @@ class Run:
         sessions: provenance of each session that measured, in order.
         engines: by arm: what its engine said of itself (versions, settings, command line, start time), or
             `error` where it did not start or died.
+        outputs: of each outputs file, by its path, what it held after the last cell.
         num_torn: lines that broke off and were left out (at most the last one).
     """
 
@@ -197,6 +212,7 @@ class Run:
     sessions: list[Mapping[str, Any]] = field(default_factory=list)
     engines: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     cells: dict[CellKey, Cell] = field(default_factory=dict)
+    outputs: dict[str, OutputsMark] = field(default_factory=dict)
     num_torn: int = 0
 
 
@@ -234,7 +250,8 @@ def parse_cell(record: Mapping[str, Any]) -> Cell:
         RequestFigures(**{name: values[i] for name, values in columns.items()}) for i in range(count)
     )
     Arm.parse(key.arm)
-    rest = {n: v for n, v in record.items() if n not in ("type", "requests", *CellKey.__dataclass_fields__)}
+    others = ("type", "requests", "outputs", *CellKey.__dataclass_fields__)
+    rest = {name: value for name, value in record.items() if name not in others}
     return Cell(key=key, requests=requests, **rest)
 
 
@@ -286,6 +303,7 @@ def _header(record: Mapping[str, Any]) -> RunHeader:
 
 def _take(run: Run, record: Mapping[str, Any]) -> None:
     kind = record["type"]
+    marks = [parse_mark(mark) for mark in record.get("outputs", ())]
     if kind == "session":
         check_fields(record, texts=(), objects=("provenance",))
         run.sessions.append(record["provenance"])
@@ -300,6 +318,17 @@ def _take(run: Run, record: Mapping[str, Any]) -> None:
         run.cells[cell.key] = cell
     else:
         raise ValueError(f"type={kind!r}")
+    run.outputs |= {mark.path: mark for mark in marks}
+
+
+def parse_mark(record: Mapping[str, Any]) -> OutputsMark:
+    """The mark of an outputs file in a line.
+
+    Raises:
+        AttributeError, TypeError, ValueError: it is none.
+    """
+    check_mark(record)
+    return OutputsMark(**record)
 
 
 def unlike(one: RunHeader, other: RunHeader) -> list[str]:

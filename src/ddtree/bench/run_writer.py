@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from ddtree.bench.run_format import (
     FORMAT,
     VERSION,
     Cell,
+    OutputsMark,
     Run,
     RunHeader,
     cell_record,
@@ -59,23 +60,32 @@ class RunWriter:
         elif not data.endswith(b"\n"):
             self._write(b"\n", "ab")
 
-    def session(self, provenance: Mapping[str, Any]) -> None:
-        """Say who measures from here on."""
+    def session(self, provenance: Mapping[str, Any], outputs: Sequence[OutputsMark] = ()) -> None:
+        """Say who measures from here on, and what outputs files hold."""
         self.run.sessions.append(provenance)
-        self._append({"type": "session", "provenance": provenance})
+        self._append({"type": "session", "provenance": provenance}, outputs)
 
     def engine(self, arm: str, info: Mapping[str, Any]) -> None:
         """Keep what an arm's engine says of itself."""
         self.run.engines[arm] = info
         self._append({"type": "engine", "arm": arm, "info": info})
 
-    def cell(self, cell: Cell) -> None:
-        """Keep a measured cell."""
+    def cell(self, cell: Cell, outputs: Sequence[OutputsMark] = ()) -> None:
+        """Keep a measured cell, and what outputs files hold with its outputs."""
         record = cell_record(cell)
-        self._append(record)
+        self._append(record, outputs)
         self.run.cells[cell.key] = parse_cell(record)  # with the digits that a reader gets
 
-    def _append(self, record: Mapping[str, Any], mode: Literal["ab", "wb"] = "ab") -> None:
+    def _append(
+        self,
+        record: Mapping[str, Any],
+        outputs: Sequence[OutputsMark] = (),
+        *,
+        mode: Literal["ab", "wb"] = "ab",
+    ) -> None:
+        if outputs:
+            record = {**record, "outputs": [asdict(mark) for mark in outputs]}
+            self.run.outputs |= {mark.path: mark for mark in outputs}
         line = json.dumps(record, separators=(",", ":"), default=str)
         self._write(line.encode("ascii") + b"\n", mode)
 

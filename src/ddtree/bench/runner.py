@@ -187,9 +187,7 @@ def measure(
         DDTreeError: a model cannot be loaded.
     """
     config, reporter = plan.config, reporter or SilentReporter()
-    check(outputs is None or outputs.resolve() != output.resolve(), "outputs", str(outputs), "another file "
-          "than the run's")  # fmt: skip
-    kept = _outputs_file(outputs, plan)
+    kept = None if outputs is None else outputs_file(plan, output, outputs)
     with ExitStack() as held:
         held.enter_context(sole_writer(output, "--output"))
         for path in kept.paths if kept else ():
@@ -199,9 +197,7 @@ def measure(
         groups = without_cells(plan.groups, writer.run.cells)
         if not groups:
             return BenchResult(writer.run)
-        if kept is not None:
-            kept.begin(is_resumed=bool(writer.run.cells))
-        writer.session(provenance())
+        writer.session(provenance(), kept.begin(writer.run.outputs) if kept else ())
         sweep = Sweep(
             config, plan.sets, writer, opener, reporter,
             outputs=kept,
@@ -212,11 +208,14 @@ def measure(
         return BenchResult(writer.run, tuple(sweep.failures), kept.num_left_out if kept else 0)
 
 
-def _outputs_file(path: Path | None, plan: Plan) -> OutputsFile | None:
-    if path is None:
-        return None
+def outputs_file(plan: Plan, output: Path, outputs: Path) -> OutputsFile:
+    """Where the outputs of a plan go.
+
+    Raises:
+        ConfigError: that is the run's file.
+    """
     engines = list(dict.fromkeys(arm.engine for arm in plan.arms))
-    return OutputsFile(path, engines, plan.header.models["target"]["name"])
+    return OutputsFile(outputs, engines, plan.header.models["target"]["name"], output)
 
 
 def _meter(config: BenchConfig, header: RunHeader) -> EnergyMeter | None:

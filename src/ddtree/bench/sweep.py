@@ -271,10 +271,11 @@ class Sweep:
             self._attempt(arm, f"{group}, watched", lambda: self._observe(group, arm, observed))
         correct = self._check(group, timed.answers)
         extras = CellExtras(correct, observed[0] if observed else None, memory_bytes, timed.energy_j)
+        marks = []
         if self._outputs is not None:
             sampling = self._sampling(group, len(timed.answers))
-            self._outputs.add(arm, group, timed.answers, sampling, self._dtype(arm))
-        self._writer.cell(figures(group.key(arm), timed.wall_s, timed.answers, extras))
+            marks = [self._outputs.add(arm, group, timed.answers, sampling, self._dtype(arm))]
+        self._writer.cell(figures(group.key(arm), timed.wall_s, timed.answers, extras), marks)
         self._num_cells += 1
 
     def _is_watched(self, group: Group) -> bool:
