@@ -78,6 +78,28 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(command, flags, tmp_path, 
     assert planned["cells"][0]["arm"] == "embedded ar"
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("file/outputs.jsonl", "file' is a file"),
+        ("folder", "a file, not a folder or a device"),
+        ("file", "is there already, of something else: name another file"),
+        ("run.jsonl", "another file than the run's"),
+    ],
+)
+def test_a_dry_run_looks_at_the_outputs_file(refused, flags, tmp_path, loads, name, said):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    assert said in refused(*flags, "--dry-run", "--outputs", str(tmp_path / name))
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_a_dry_run_looks_at_the_runs_file(refused, flags, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    assert "file' is a file" in refused(*flags, "--dry-run", "--output", str(tmp_path / "file" / "run"))
+
+
 def test_json_has_the_figures_of_every_arm(command, flags):
     code, out, _ = command(*flags, "--json", "--quiet")
     made = json.loads(out)

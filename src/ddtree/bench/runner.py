@@ -12,7 +12,7 @@ from ddtree import Engine
 from ddtree.bench.datasets import PromptSet
 from ddtree.bench.energy import EnergyMeter, gpu_uuids, open_meter
 from ddtree.bench.engines import Engines, Load
-from ddtree.bench.file_lock import sole_writer
+from ddtree.bench.file_lock import check_writable, sole_writer
 from ddtree.bench.origin import load_sets, make_header
 from ddtree.bench.outputs_file import OutputsFile
 from ddtree.bench.plan import (
@@ -187,7 +187,7 @@ def measure(
         DDTreeError: a model cannot be loaded.
     """
     config, reporter = plan.config, reporter or SilentReporter()
-    kept = None if outputs is None else outputs_file(plan, output, outputs)
+    kept = None if outputs is None else _outputs_file(plan, output, outputs)
     with ExitStack() as held:
         held.enter_context(sole_writer(output, "--output"))
         for path in kept.paths if kept else ():
@@ -208,12 +208,19 @@ def measure(
         return BenchResult(writer.run, tuple(sweep.failures), kept.num_left_out if kept else 0)
 
 
-def outputs_file(plan: Plan, output: Path, outputs: Path) -> OutputsFile:
-    """Where the outputs of a plan go.
+def check_files(plan: Plan, output: Path, outputs: Path | None) -> None:
+    """Refuse files that `measure` could not write; changes nothing.
 
     Raises:
-        ConfigError: that is the run's file.
+        ConfigError: one of them cannot be written, or is there and is not of the run.
     """
+    check_writable(output, "output")
+    if outputs is not None:
+        before = read_like(output, plan.header)
+        _outputs_file(plan, output, outputs).check(before.outputs if before else {})
+
+
+def _outputs_file(plan: Plan, output: Path, outputs: Path) -> OutputsFile:
     engines = list(dict.fromkeys(arm.engine for arm in plan.arms))
     return OutputsFile(outputs, engines, plan.header.models["target"]["name"], output)
 

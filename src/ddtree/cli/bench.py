@@ -81,10 +81,11 @@ def bench(
     """
     with messages(output) as stderr, _needed_packages():
         from ddtree.bench.engines import Engines
-        from ddtree.bench.runner import log_folder, measure, plan_bench
+        from ddtree.bench.runner import check_files, log_folder, measure, plan_bench
 
         engines = Engines(config, log_folder(run), loading.load_engine)
         plan = plan_bench(config, run, engines)
+        check_files(plan, run, outputs)
         for notice in plan.notices:
             stderr.print(plain_text(notice), soft_wrap=True)
         if dry_run:
