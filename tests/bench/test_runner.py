@@ -16,7 +16,7 @@ from ddtree.bench.runner import is_one_server_at_a_time, log_folder, plan_bench,
 from ddtree.bench.sandbox import Protection
 from ddtree.bench_config import BenchConfig
 from ddtree.config import EngineConfig
-from ddtree.errors import ConfigError, ModelNotFoundError
+from ddtree.errors import ConfigError, ContextLengthError, ModelNotFoundError
 from ddtree.trace.files import ReplayOptions, replay_file
 from ddtree.trace.run_file import read_run as read_outputs
 from ddtree.tree.noise import keyed_gumbel
@@ -133,6 +133,20 @@ def test_a_plan_writes_nothing_and_tells_what_is_left_out(tmp_path, config_of):
     assert any("without it at concurrency 4" in notice for notice in plan.notices)
     assert list(tmp_path.glob("run*")) == []
     assert log_folder(output) == tmp_path / "run-logs"
+
+
+def test_a_prompt_too_long_for_the_embedded_engine_is_refused_in_the_plan(
+    tmp_path, config_of, monkeypatch, prompts
+):
+    def refuse(config, sets):
+        raise ContextLengthError(", ".join(found.name for found in sets))
+
+    monkeypatch.setattr("ddtree.bench.runner.check_lengths", refuse)
+    config = config_of()
+    with pytest.raises(ContextLengthError, match=prompts):
+        plan_bench(config, tmp_path / "run.jsonl", Engines(config, tmp_path))
+    servers = config_of(engines=("sglang",))  # whose context is theirs to tell
+    assert plan_bench(servers, tmp_path / "run.jsonl", Engines(servers, tmp_path)).num_cells == 3
 
 
 def test_a_plan_asks_running_servers_and_names_their_models(tmp_path, config_of):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.bench.http_client import Received, ServerError
+from ddtree.bench.http_client import Received, RequestRefusedError, ServerError
 from ddtree.bench.run_format import Arm
 from ddtree.bench.server_process import session_pids
 from ddtree.bench.sglang_launch import Memory, launch_of, memory_fraction, servers_at_once
@@ -396,6 +396,19 @@ def test_what_cannot_be_used_is_named(received, named):
     with pytest.raises(ServerError) as raised:
         read_generated(received, (1, 2), is_plain=False)
     assert named in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"error": {"message": "longer than the model's context", "code": 400}},
+        {"output_ids": [], "meta_info": {"completion_tokens": 0, "finish_reason": {
+            "type": "abort", "message": "longer than the model's context", "status_code": 400}}},
+    ],
+)  # fmt: skip
+def test_a_request_that_is_refused_is_no_fault_of_the_server(chunk):
+    with pytest.raises(RequestRefusedError, match="longer than the model's context"):
+        read_generated(generated(chunk), (1, 2), is_plain=False)
 
 
 def test_greedy_requests_have_no_seed():

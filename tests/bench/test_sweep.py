@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from bench_kit import CONFIG, HEADER, FakeOpener, Told, prompt_sets
+from bench_kit import CONFIG, HEADER, FakeEngine, FakeOpener, Told, prompt_sets
 from ddtree.bench import runner
 from ddtree.bench import sweep as sweep_module
+from ddtree.bench.http_client import RequestRefusedError
 from ddtree.bench.measure import Answer, figures
 from ddtree.bench.plan import arms_of, one_server_at_a_time, plan_groups, request_seed
 from ddtree.bench.run_format import CellKey, read_run
@@ -225,6 +226,30 @@ def test_a_prompt_that_does_not_fit_costs_its_cells_and_no_others(path):
     missing = {CellKey("embedded ar", "two", 1, 0.0, repeat) for repeat in (0, 1)}
     assert {key for key in plan_keys() if key not in result.run.cells} == missing
     assert [arm for arm, what, _ in opener.log if what == "open"].count("embedded ar") == 1
+
+
+def test_a_server_that_refuses_a_prompt_loses_the_cells_of_its_set_and_no_others(path):
+    class Short(FakeEngine):
+        def run(self, prompts, **options):
+            if any(prompt[0]["content"] == "two 2!!" for prompt in prompts):  # the longest: in the warm-up
+                raise RequestRefusedError("the prompt is longer than the context")
+            return super().run(prompts, **options)
+
+    opener = FakeOpener()
+    opener.open = lambda arm: Short(arm, opener.log)
+    result = measure(plan_of(replace(CONFIG, engines=("http://h:1/v1", "sglang"))), path, opener)
+    assert {key.prompt_set for key in result.run.cells} == {"one"}
+    assert len(result.run.cells) == 4 * 2
+    assert len(result.failures) == 4 * 2
+    assert all(", two, " in line and "longer than the context" in line for line in result.failures)
+
+
+def test_a_server_that_refuses_a_prompt_of_every_set_is_told_at_its_start(path):
+    def refuse(text):
+        raise RequestRefusedError("no such model")
+
+    with pytest.raises(RequestRefusedError, match="no such model"):
+        measure(plan_of(), path, FakeOpener(on_run={"embedded ar": refuse}))
 
 
 def plan_keys():

@@ -216,3 +216,8 @@ def _stages_ms(answers: Sequence[Answer], observed: Observed | None) -> Mapping[
         return None
     names = dict.fromkeys(name for stages, _ in timed for name in stages)
     return {name: sum(stages.get(name, 0.0) * count for stages, count in timed) / rounds for name in names}
+
+
+def first_turn(turns: Sequence[str]) -> Chat:
+    """The messages of a prompt's first turn."""
+    return [{"role": "user", "content": turns[0]}]

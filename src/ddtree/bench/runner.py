@@ -23,11 +23,12 @@ from ddtree.bench.plan import (
     plan_groups,
     without_cells,
 )
+from ddtree.bench.prompt_lengths import check_lengths
 from ddtree.bench.run_format import Arm, Run, RunHeader
 from ddtree.bench.run_writer import RunWriter, read_like
 from ddtree.bench.sandbox import SandboxError, missing_protections
 from ddtree.bench.sweep import Opener, Reporter, SilentReporter, Sweep
-from ddtree.bench_config import SGLANG, BenchConfig, ServersAtOnce, is_url
+from ddtree.bench_config import EMBEDDED, SGLANG, BenchConfig, ServersAtOnce, is_url
 from ddtree.config import check
 from ddtree.provenance import provenance
 
@@ -83,7 +84,8 @@ def plan_bench(config: BenchConfig, output: Path, engines: Engines) -> Plan:
     """What a run would measure; writes nothing.
 
     Raises:
-        ConfigError: a set cannot be read, the file is no run, or nothing can be measured.
+        ConfigError: a set cannot be read, the file is no run, nothing can be measured, or a prompt does not
+            fit the embedded engine's context.
         DDTreeError: a model cannot be found, or a server at a URL does not answer.
     """
     sets = load_sets(config)
@@ -93,6 +95,8 @@ def plan_bench(config: BenchConfig, output: Path, engines: Engines) -> Plan:
     before = read_like(output, header)
     done = set(before.cells) if before else set()
     groups = plan_groups(arms, config, done)
+    if any(arm.engine == EMBEDDED for group in groups for arm in group.arms):
+        check_lengths(config, [sets[name] for name in dict.fromkeys(group.prompt_set for group in groups)])
     is_one_at_a_time = is_one_server_at_a_time(config, header)
     if is_one_at_a_time:
         groups = one_server_at_a_time(groups)

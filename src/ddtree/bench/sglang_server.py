@@ -11,7 +11,7 @@ from typing import Any
 
 from ddtree.bench.chat_answer import sglang_rounds
 from ddtree.bench.chat_tokens import ChatTokens, load_tokenizer
-from ddtree.bench.http_client import HttpClient, Received, ServerError
+from ddtree.bench.http_client import REFUSED, HttpClient, Received, RequestRefusedError, ServerError
 from ddtree.bench.measure import Answer, Chat, Observed
 from ddtree.bench.openai_engine import flush_sglang
 from ddtree.bench.run_format import Arm
@@ -139,6 +139,7 @@ def read_generated(received: Received, prompt: tuple[int, ...], *, is_plain: boo
     Chunks have all tokens so far, or with `--incremental-streaming-output` the new ones.
 
     Raises:
+        RequestRefusedError: SGLang refuses what it asks, such as more tokens than the context has.
         ServerError: it broke off, was aborted, or cannot be read.
     """
     tokens: list[int] = []
@@ -156,7 +157,8 @@ def read_generated(received: Received, prompt: tuple[int, ...], *, is_plain: boo
     if not isinstance(finish, dict) or len(tokens) != meta.get("completion_tokens"):
         raise ServerError(f"the answer broke off after {len(tokens)} tokens: {_end_of(received)}")
     if finish.get("type") == "abort":
-        raise ServerError(f"SGLang aborted a request: {short_repr(finish.get('message', finish))}")
+        kind = RequestRefusedError if finish.get("status_code") in REFUSED else ServerError
+        raise kind(f"SGLang aborted a request: {short_repr(finish.get('message', finish))}")
     rounds, histogram = sglang_rounds(meta)
     return Answer(
         tokens=tuple(tokens),

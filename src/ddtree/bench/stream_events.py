@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree.bench.http_client import Received, ServerError
+from ddtree.bench.http_client import REFUSED, Received, RequestRefusedError, ServerError
 from ddtree.errors import short_repr
 
 DONE = "[DONE]"
@@ -28,7 +28,8 @@ def stream_events(received: Received) -> list[Event]:
     """The objects of a stream, its `[DONE]` left out.
 
     Raises:
-        ServerError: an event is no JSON object, or tells an error.
+        RequestRefusedError: an event refuses the request for what it asks.
+        ServerError: an event is no JSON object, or tells another error.
     """
     return [Event(time_s, _object(text)) for time_s, text in event_texts(received.pieces) if text != DONE]
 
@@ -43,7 +44,9 @@ def _object(text: str) -> dict[str, Any]:
     if value.get("error"):
         said = value["error"]
         message = said.get("message", said) if isinstance(said, dict) else said
-        raise ServerError(f"the stream ended with an error: {short_repr(message)}")
+        is_refused = isinstance(said, dict) and said.get("code") in REFUSED
+        kind = RequestRefusedError if is_refused else ServerError
+        raise kind(f"the stream ended with an error: {short_repr(message)}")
     return value
 
 

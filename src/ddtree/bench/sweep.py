@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ddtree.bench.accuracy import check_answer
 from ddtree.bench.datasets import Prompt, PromptSet
 from ddtree.bench.energy import EnergyMeter
-from ddtree.bench.measure import Answer, BenchEngine, CellExtras, Chat, Observed, figures
+from ddtree.bench.measure import Answer, BenchEngine, CellExtras, Chat, Observed, figures, first_turn
 from ddtree.bench.outputs_file import OutputsFile
 from ddtree.bench.plan import Group, request_seed, turned
 from ddtree.bench.run_format import Arm
@@ -168,8 +168,18 @@ class Sweep:
         self._infos[arm] = dict(self._engines[arm].info())
 
     def _warm_up(self, arm: Arm) -> None:
+        """Warm up on all sets; without those of which the engine refuses a prompt, whose cells then fail."""
+        sets = sorted(self._sets.values(), key=_longest)
+        while True:
+            try:
+                return self._warm_up_on(arm, [first_turn(p.turns) for each in sets for p in each.prompts])
+            except ConfigError as error:
+                if len(sets) == 1:
+                    raise
+                logger.info("%s: warm-up without %s: %s", arm, sets.pop().name, first_line(error))
+
+    def _warm_up_on(self, arm: Arm, chats: Sequence[Chat]) -> None:
         """The shortest and the longest prompt at every temperature, as many at a time as ever later."""
-        chats = [first_turn(prompt.turns) for each in self._sets.values() for prompt in each.prompts]
         ends = [find(chats, key=lambda chat: len(chat[0]["content"])) for find in (min, max)]
         if arm.engine == EMBEDDED and self._writer.run.header.device != "cpu":
             self._warm_up_prefill(arm, chats)
@@ -326,6 +336,6 @@ class Sweep:
         return dtype if isinstance(dtype, str) else None
 
 
-def first_turn(turns: Sequence[str]) -> Chat:
-    """The messages of a prompt's first turn."""
-    return [{"role": "user", "content": turns[0]}]
+def _longest(prompts: PromptSet) -> int:
+    """Characters of a set's longest first turn."""
+    return max(len(prompt.turns[0]) for prompt in prompts.prompts)
