@@ -68,6 +68,13 @@ def test_every_field_has_a_help_text():
     assert all(spec.metadata["help"] for spec in dataclasses.fields(BenchConfig))
 
 
+def test_an_automatic_budget_is_refused_of_sglang_alone():
+    with pytest.raises(ConfigError, match="'auto' is not allowed: whole numbers with the engine sglang"):
+        BenchConfig(engines=("embedded", "sglang"), budgets=(8, "auto"))
+    BenchConfig(engines=("embedded", URL), budgets=("auto",))
+    BenchConfig(engines=("sglang",), budgets=("auto",), modes=(Mode.CHAIN,))
+
+
 def test_budgets_are_not_read_without_trees():
     assert BenchConfig(modes=(Mode.AR,), budgets=()).budgets == ()
 

@@ -108,6 +108,11 @@ class BenchConfig:
         if Mode.TREE in self.modes:
             _check_list(self, "budgets", _is_budget,
 f"whole numbers from 1 to {MAX_NODE_BUDGET}, or auto")  # fmt: skip
+            check(
+                SGLANG not in self.engines or "auto" not in self.budgets, "budgets", "auto",
+                "whole numbers with the engine sglang",
+                "DDTREE in SGLang has one node budget, set when it starts",
+            )  # fmt: skip
 
     def _check_numbers(self) -> None:
         for name, low, high in (

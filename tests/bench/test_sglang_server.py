@@ -307,16 +307,32 @@ def launch(arm, settings, memory=None):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--port 3", "--host=0.0.0.0", "--api-key x", "--speculative_algorithm EAGLE", "--model-path /m"]
+    ("flags", "said"),
+    [
+        ("--port 3", "--port is set by the run itself"),
+        ("--host=0.0.0.0", "--host is set"),
+        ("--api-key x", "--api-key is set"),
+        ("--speculative_algorithm EAGLE", "--speculative-algorithm is set"),
+        ("--model-path /m", "--model-path is set"),
+        ("--model /m", "--model is set"),
+        ("--page-size 4 --mod /m", "--mod is short for --model-path, which is set by the run itself"),
+        ("--por=3", "--por is short for --port"),
+        ("--speculative-draft /m", "--speculative-draft is short for --speculative-draft-model-path"),
+        ("--config x.yaml", "a file may set what the run itself sets; give its flags one by one"),
+        ("--conf=x.yaml", "a file may set"),
+    ],
 )
-def test_flags_that_the_run_sets_are_refused(flags):
-    with pytest.raises(ConfigError, match="set by the run itself"):
+def test_flags_that_the_run_sets_are_refused(flags, said):
+    with pytest.raises(ConfigError, match=said):
         launch(Arm("sglang", Mode.AR), config(sglang_args=flags))
 
 
-def test_an_automatic_budget_is_refused():
-    with pytest.raises(ConfigError, match="budgets='auto'"):
-        launch(Arm("sglang", Mode.TREE, "auto"), config(budgets=("auto",)))
+@pytest.mark.parametrize(
+    "flags", ["--model-impl auto", "--tp 2", "--speculative-draft-window-size 9", "--context-length 99"]
+)
+def test_flags_that_begin_alike_are_passed_on(flags):
+    command = launch(Arm("sglang", Mode.AR), config(sglang_args=flags)).command
+    assert list(command[-2:]) == flags.split()
 
 
 def test_places_for_all_requests():

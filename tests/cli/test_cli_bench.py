@@ -130,7 +130,7 @@ def test_every_flag_reaches_the_run(command, monkeypatch, tmp_path):
 
     monkeypatch.setattr("ddtree.bench.runner.plan_bench", plan)
     values = {
-        "--engine": "sglang,http://h:1/v1", "--mode": "tree, chain", "--budget": "4,auto",
+        "--engine": "sglang,http://h:1/v1", "--mode": "tree, chain", "--budget": "4, 9",
         "--concurrency": "2,8", "--temperature": "0,0.5", "--set": "gsm8k,a.jsonl", "--prompts": "3",
         "--prompt-seed": "4", "--max-tokens": "5", "--repeats": "6", "--seed": "-7", "--warm-up-tokens": "8",
         "--rank-prompts": "9", "--model": "m", "--drafter": "d", "--device": "cuda:1", "--dtype": "bfloat16",
@@ -141,7 +141,7 @@ def test_every_flag_reaches_the_run(command, monkeypatch, tmp_path):
     given = [part for pair in values.items() for part in pair]
     assert command("bench", "--output", str(tmp_path / "r"), "--run-code", *given)[0] == 130
     expected = BenchConfig(
-        engines=("sglang", "http://h:1/v1"), modes=(Mode.TREE, Mode.CHAIN), budgets=(4, "auto"),
+        engines=("sglang", "http://h:1/v1"), modes=(Mode.TREE, Mode.CHAIN), budgets=(4, 9),
         concurrency=(2, 8), temperatures=(0.0, 0.5), sets=("gsm8k", "a.jsonl"), prompts=3, prompt_seed=4,
         max_tokens=5, repeats=6, seed=-7, warm_up_tokens=8, rank_prompts=9, run_code=True, model="m",
         drafter="d", device="cuda:1", dtype=Dtype.BFLOAT16, threads=2, max_context_tokens=64,
@@ -167,6 +167,8 @@ def test_every_flag_reaches_the_run(command, monkeypatch, tmp_path):
         (["--concurrency", "4"], "concurrency=(4,) is not allowed: 1 among them"),
         (["--repeats", "0"], "repeats=0"),
         (["--sglang-args", "'"], "sglang_args"),
+        (["--engine", "sglang", "--dry-run", "--budget", "auto"], "whole numbers with the engine sglang"),
+        (["--engine", "sglang", "--dry-run", "--sglang-args", "--mod x"], "--mod is short for --model-path"),
     ],
 )
 def test_a_mistake_is_one_line(refused, flags, given, said):

@@ -27,12 +27,13 @@ from ddtree.bench.prompt_lengths import check_lengths
 from ddtree.bench.run_format import Arm, Run, RunHeader
 from ddtree.bench.run_writer import RunWriter, read_like
 from ddtree.bench.sandbox import SandboxError, missing_protections
+from ddtree.bench.sglang_launch import check_flags, flag_name, is_flag
 from ddtree.bench.sweep import Opener, Reporter, SilentReporter, Sweep
 from ddtree.bench_config import EMBEDDED, SGLANG, BenchConfig, ServersAtOnce, is_url
 from ddtree.config import check
 from ddtree.provenance import provenance
 
-TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size", "--tp")
+TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ def plan_bench(config: BenchConfig, output: Path, engines: Engines) -> Plan:
             fit the embedded engine's context.
         DDTreeError: a model cannot be found, or a server at a URL does not answer.
     """
+    if SGLANG in config.engines:
+        check_flags(config)
     sets = load_sets(config)
     arms = arms_of(config, engines.arms_of_url)
     served = [engines.served_model(engine) for engine in config.engines if is_url(engine)]
@@ -240,6 +243,10 @@ def num_server_gpus(config: BenchConfig) -> int:
     """GPUs that an sglang server spreads over, by its flags; 1 without."""
     if SGLANG not in config.engines:
         return 1
-    flags = [part for flag in config.sglang_flags() for part in flag.split("=", 1)]
-    sizes = [value for flag, value in pairwise(flags) if flag in TENSOR_PARALLEL_FLAGS]
+    words = [part for word in config.sglang_flags() for part in word.split("=", 1)]
+    sizes = [
+        value
+        for word, value in pairwise(words)
+        if any(is_flag(flag_name(word), name) for name in TENSOR_PARALLEL_FLAGS)
+    ]
     return int(sizes[-1]) if sizes and sizes[-1].isdecimal() else 1

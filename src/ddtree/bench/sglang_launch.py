@@ -12,7 +12,7 @@ from pathlib import Path
 from ddtree.bench.plan import arms_of_modes, request_seed
 from ddtree.bench.run_format import Arm
 from ddtree.bench_config import SGLANG, BenchConfig, ServersAtOnce
-from ddtree.config import Dtype, Mode, PluginConfig, is_int
+from ddtree.config import Dtype, Mode, PluginConfig
 from ddtree.errors import ConfigError
 
 HOST = "127.0.0.1"
@@ -23,6 +23,7 @@ ALGORITHMS = {Mode.CHAIN: "DFLASH", Mode.TREE: "DDTREE"}
 ALL_SERVERS_SHARE = 0.8  # of the GPU's memory, where several servers are up and no share is given
 LARGEST_SHARE = 0.95
 MIN_RUNNING_REQUESTS = 8  # a request that ends still has its place when the next one comes
+CONFIG_FILE_FLAG = "--config"
 # Set by the run, so that arms differ in nothing but how they decode.
 OWN_FLAGS = (
     "--model-path", "--model", "--host", "--port", "--api-key", "--dtype", "--device", "--base-gpu-id",
@@ -60,7 +61,7 @@ def launch_of(
         memory: of the GPU; None on a CPU.
 
     Raises:
-        ConfigError: a budget that SGLang does not take, or flags that the run itself sets.
+        ConfigError: flags that the run itself sets, or less memory is free than a server is to get.
     """
     check_flags(config)
     assert arm.mode is not None
@@ -81,14 +82,31 @@ def launch_of(
 
 
 def check_flags(config: BenchConfig) -> None:
-    """Raise `ConfigError` for a flag that the run itself sets."""
+    """Raise `ConfigError` for a flag that the run itself sets, or a file that may hold some."""
     for word in config.sglang_flags():
-        flag = word.partition("=")[0].replace("_", "-")
-        if flag in OWN_FLAGS:
-            raise ConfigError(
-                f"sglang_args={config.sglang_args!r} is not allowed: {flag} is set by the run itself; "
+        flag = flag_name(word)
+        own = next((name for name in (*OWN_FLAGS, CONFIG_FILE_FLAG) if is_flag(flag, name)), None)
+        own = flag if flag in OWN_FLAGS else own  # --model, not what it begins
+        if own == CONFIG_FILE_FLAG:
+            why = "a file may set what the run itself sets; give its flags one by one"
+        elif own is not None:
+            why = (
+                f"{flag} {'is' if flag == own else f'is short for {own}, which is'} set by the run itself; "
                 "leave it out (model, drafter, device and dtype are settings of their own)"
             )
+        else:
+            continue
+        raise ConfigError(f"sglang_args={config.sglang_args!r} is not allowed: {why}")
+
+
+def flag_name(word: str) -> str:
+    """The flag of a word of a command line, spelt with dashes; nothing where it is none."""
+    return word.partition("=")[0].replace("_", "-") if word.startswith("--") else ""
+
+
+def is_flag(given: str, name: str) -> bool:
+    """Whether a flag is the one of a name or short for it: argparse takes any beginning that is unique."""
+    return len(given) > len("--") and name.startswith(given)
 
 
 def _device_flags(config: BenchConfig, memory: Memory | None) -> list[str]:
@@ -138,11 +156,6 @@ def memory_fraction(config: BenchConfig, num_servers: int, memory: Memory | None
 def _environment(arm: Arm, config: BenchConfig) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != CONFIG_VARIABLE}
     if arm.mode is Mode.TREE:
-        if not is_int(arm.node_budget):
-            raise ConfigError(
-                f"budgets={arm.node_budget!r} is not allowed with the engine sglang: whole numbers; "
-                "DDTREE in SGLang has one node budget, set when it starts"
-            )
         budget = PluginConfig(node_budget=int(arm.node_budget)).node_budget
         environment[CONFIG_VARIABLE] = json.dumps({"node_budget": budget})
     if config.dtype == Dtype.FLOAT32:

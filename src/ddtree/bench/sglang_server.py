@@ -17,7 +17,7 @@ from ddtree.bench.openai_engine import flush_sglang
 from ddtree.bench.run_format import Arm
 from ddtree.bench.server_facts import sglang_facts
 from ddtree.bench.server_process import ServerProcess, free_port
-from ddtree.bench.sglang_launch import HOST, Launch, check_flags, gpu_memory, launch_of
+from ddtree.bench.sglang_launch import HOST, Launch, gpu_memory, launch_of
 from ddtree.bench.stream_events import stream_events
 from ddtree.bench_config import BenchConfig
 from ddtree.config import GREEDY_BELOW, Mode
@@ -200,7 +200,6 @@ def start_engine(arm: Arm, config: BenchConfig, log_folder: Path) -> SGLangEngin
         ModelError: a model cannot be found.
         ServerError: the server ended or was not ready in time.
     """
-    check_flags(config)
     target = resolve_target(config.model)
     drafter = None if arm.mode is Mode.AR else resolve_drafter(config.drafter, config.model)
     chat_tokens = ChatTokens(load_tokenizer(config.model))
