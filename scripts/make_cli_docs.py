@@ -10,6 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import typer
+
 from ddtree.cli.app import app
 
 PAGE = Path(__file__).parents[1] / "docs" / "cli.md"
@@ -32,6 +34,8 @@ def command_page(command: Any) -> str:
     """A command: what it does, its flags by panel, its examples."""
     panels: dict[str, list[str]] = {}
     for parameter in inspect.signature(command.callback, eval_str=True).parameters.values():
+        if parameter.annotation is typer.Context:
+            continue
         kind, info = get_args(parameter.annotation)
         row = f"| {names(parameter.name, kind, info)} | {default(parameter.default)} | {escape(info.help)} |"
         panels.setdefault(info.rich_help_panel or "Arguments", []).append(row)

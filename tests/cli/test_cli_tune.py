@@ -81,6 +81,33 @@ def test_mistakes_are_one_line(refused, arguments, told):
     assert told in refused("tune", *arguments)
 
 
+@pytest.mark.parametrize(("flags", "told"), [
+    (("--seconds", "60"), "--seconds is not read with --from"),  # though that is the default
+    (("--set", "gsm8k", "--temperature", "1"), "--set, --temperature are not read with --from"),
+    (("--max-tokens", "96"), "--max-tokens is"), (("--seed", "0"), "--seed is"),
+    (("--device", "cpu"), "--device is"), (("--max-context", "64"), "--max-context is"),
+    (("--model", "m", "--drafter", "d"), "--model, --drafter are not read with --from"),
+    (("--gpu", "H200", "--dtype", "float32"), "--dtype is not read with --from"),
+    (("--tp", "1"), "--tp is not read without --gpu"), (("--context", "9"), "--context is"),
+])  # fmt: skip
+def test_flags_that_would_change_nothing_are_refused(refused, run_file, flags, told):
+    assert told in refused("tune", "--from", run_file, *flags)
+
+
+def test_flags_that_are_read_of_a_run_are_taken(command, run_file):
+    code, out, _ = command("tune", "--from", run_file, "--budget", "12,24", "--json", "-q")
+    assert code == 0
+    options = json.loads(out)["groups"][0]["by_load"]["1"]["options"]
+    assert {"tree:12", "tree:24"} <= {option["plan"] for option in options}
+    default = "4,7,15,31,63,127,255,511"
+    shown = command("tune", "--from", run_file, "--budget", default)
+    assert shown[0] == 0
+    assert "tree:15" in shown[1]
+    assert "tree:15" not in command("tune", "--from", run_file)[1]
+    elsewhere = ("--gpu", "H200", "--tp", "1", "--context", "512", "--model", "Qwen/Qwen3-8B")
+    assert command("tune", "--from", run_file, *elsewhere)[0] == 0
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     return real_engine(tmp_path_factory.mktemp("tiny"), 256, vocab_size=128)

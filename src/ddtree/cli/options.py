@@ -115,6 +115,15 @@ def expand_settings(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def given_flags(context: typer.Context) -> dict[str, str]:
+    """The flags that stand on the command line, by the parameter that each of them sets."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    return {
+        parameter.name: parameter.opts[0] for parameter in context.command.params if parameter.name in given
+    }
+
+
 def _panel_of(parameter: inspect.Parameter) -> Panel | None:
     metadata = getattr(parameter.annotation, "__metadata__", ())
     return next((item for item in metadata if isinstance(item, Panel)), None)

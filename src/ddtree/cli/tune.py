@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,14 +14,14 @@ from rich.table import Table
 from ddtree.cli import loading
 from ddtree.cli.console import StdoutConsole, messages, plain_text, write, write_json
 from ddtree.cli.exit_codes import INTERRUPTED
-from ddtree.cli.options import Output, Panel, expand_settings
+from ddtree.cli.options import Output, Panel, expand_settings, given_flags
 from ddtree.cli.train_progress import BarReporter
 from ddtree.config import EngineConfig, Mode
 from ddtree.errors import ConfigError
 from ddtree.tune_config import TuneConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ddtree.bench.elsewhere import Elsewhere
     from ddtree.bench.recommendation import GroupAdvice, Recommendation
@@ -42,6 +43,7 @@ ELSEWHERE = "Another machine or load"
 @expand_settings
 def tune(
     *,
+    context_of_call: typer.Context,
     config: Annotated[TuneConfig, Panel("Calibration", TuneConfig())],
     run: Annotated[
         Path | None,
@@ -77,6 +79,8 @@ def tune(
 
     Ctrl-C ends the measuring early: the answer is from what was measured so far, and the exit code 130.
     """
+    given = given_flags(context_of_call)
+    _refuse_unread(given, is_read=run is not None, is_elsewhere=gpu is not None)
     loads = _loads(concurrency)
     if loads and run is None and gpu is None:
         raise ConfigError(
@@ -89,7 +93,8 @@ def tune(
 
         there = None if gpu is None else Elsewhere(gpu, loads or (1,), tp, context)
         if run is not None:
-            made = _from_run(run, config, () if gpu else loads, there, engine)
+            budgets = config.budgets if "budgets" in given else ()
+            made = _from_run(run, budgets, () if gpu else loads, there, engine)
         else:
             made, is_interrupted = _measure(config, engine, there, stderr)
     if output.as_json:
@@ -102,6 +107,27 @@ def tune(
         raise typer.Exit(INTERRUPTED)
 
 
+def _refuse_unread(given: Mapping[str, str], *, is_read: bool, is_elsewhere: bool) -> None:
+    """Refuse flags that would change nothing.
+
+    Args:
+        given: flags of the command line by parameter.
+        is_read: whether a run is read instead of measuring (--from).
+        is_elsewhere: whether another machine is predicted (--gpu).
+    """
+    measuring = {spec.name for kind in (TuneConfig, EngineConfig) for spec in fields(kind)} - {"budgets"}
+    if is_elsewhere:
+        measuring -= {"model", "drafter"}  # of a run that does not name them
+    for why, names in (
+        ("with --from, which measures nothing", measuring if is_read else set()),
+        ("without --gpu", set() if is_elsewhere else {"tp", "context"}),
+    ):
+        unread = [flag for name, flag in given.items() if name in names]
+        if unread:
+            are = "is" if len(unread) == 1 else "are"
+            raise ConfigError(f"{', '.join(unread)} {are} not read {why}: leave out what is not read")
+
+
 def _loads(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(",")) if text else ()
@@ -112,13 +138,12 @@ def _loads(text: str) -> tuple[int, ...]:
 
 
 def _from_run(
-    path: Path, config: TuneConfig, loads: Sequence[int], there: Elsewhere | None, engine: EngineConfig
+    path: Path, budgets: Sequence[int], loads: Sequence[int], there: Elsewhere | None, engine: EngineConfig
 ) -> Recommendation:
     from ddtree.bench.elsewhere import with_group
     from ddtree.bench.recommendation import recommend
     from ddtree.bench.run_format import read_run
 
-    budgets = () if config.budgets == TuneConfig().budgets else config.budgets
     found = read_run(path)
     made = recommend(found, loads, budgets)
     if there is None:
