@@ -290,7 +290,7 @@ def test_prompts_are_taken_set_by_set_and_long_ones_left_out(tmp_path):
     assert sorted(bytes(text.tokens).decode() for text in texts) == ["w", "x", "z"]
     assert len({text.name for text in texts}) == 3
     engine.max_context_tokens = 8
-    with pytest.raises(ConfigError, match="leaves room for max_tokens=8"):
+    with pytest.raises(ConfigError, match="leaves room for --max-tokens 8"):
         encode_texts(engine, load_prompts(config), config)
 
 

@@ -83,14 +83,16 @@ def test_a_dry_run_lists_the_cells_and_writes_nothing(command, flags, tmp_path, 
     [
         ("file/outputs.jsonl", "file' is a file"),
         ("folder", "a file, not a folder or a device"),
-        ("file", "is there already, of something else: name another file"),
+        ("file", "there already, of something else: name another file"),
         ("run.jsonl", "another file than the run's"),
     ],
 )
 def test_a_dry_run_looks_at_the_outputs_file(refused, flags, tmp_path, loads, name, said):
     (tmp_path / "file").write_text("mine")
     (tmp_path / "folder").mkdir()
-    assert said in refused(*flags, "--dry-run", "--outputs", str(tmp_path / name))
+    told = refused(*flags, "--dry-run", "--outputs", str(tmp_path / name))
+    assert told.startswith("Error: --outputs=")
+    assert said in told
     assert (tmp_path / "file").read_text() == "mine"
     assert not (tmp_path / "run.jsonl").exists()
 
@@ -157,16 +159,16 @@ def test_every_flag_reaches_the_run(command, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--budget", "8,,16"], "budgets='' is not allowed"),
-        (["--budget", "0"], "budgets=0 is not allowed"),
-        (["--concurrency", "two"], "concurrency='two' is not allowed"),
-        (["--mode", "beam"], "modes='beam' is not allowed"),
-        (["--engine", "vllm"], "engines='vllm' is not allowed"),
-        (["--temperature", "hot"], "temperatures='hot' is not allowed"),
+        (["--budget", "8,,16"], "--budget='' is not allowed"),
+        (["--budget", "0"], "--budget=0 is not allowed"),
+        (["--concurrency", "two"], "--concurrency='two' is not allowed"),
+        (["--mode", "beam"], "--mode='beam' is not allowed"),
+        (["--engine", "vllm"], "--engine='vllm' is not allowed"),
+        (["--temperature", "hot"], "--temperature='hot' is not allowed"),
         (["--set", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--concurrency", "4"], "concurrency=(4,) is not allowed: 1 among them"),
-        (["--repeats", "0"], "repeats=0"),
-        (["--sglang-args", "'"], "sglang_args"),
+        (["--concurrency", "4"], "--concurrency=(4,) is not allowed: 1 among them"),
+        (["--repeats", "0"], "--repeats=0"),
+        (["--sglang-args", "'"], "--sglang-args="),
         (["--engine", "sglang", "--dry-run", "--budget", "auto"], "whole numbers with the engine sglang"),
         (["--engine", "sglang", "--dry-run", "--sglang-args", "--mod x"], "--mod is short for --model-path"),
     ],

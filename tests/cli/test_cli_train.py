@@ -124,7 +124,7 @@ def test_a_dry_run_is_small_on_the_cpu_and_anew(command, pipeline, recipe):
     [
         (["--stage", "dta"], "--stage='dta' is not allowed: one of all, data, train, evaluate, export"),
         (["--device", "tpu"], "device='tpu'"),
-        (["--max-seconds", "0"], "max_seconds=0"),
+        (["--max-seconds", "0"], "--max-seconds=0"),
         (["--max-seconds", "soon"], "--max-seconds"),
         (["--dry-run", "--stage", "data"], "--dry-run and --stage"),
         (["--quiet", "--verbose"], "--quiet and --verbose"),

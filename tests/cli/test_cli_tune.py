@@ -70,12 +70,12 @@ def test_another_machine_is_predicted(command, run_file):
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    (("--from", "none.jsonl"), "none.jsonl"), (("--seconds", "0"), "seconds=0"),
-    (("--budget", "0"), "budgets=0"),
+    (("--from", "none.jsonl"), "none.jsonl"), (("--seconds", "0"), "--seconds=0"),
+    (("--budget", "0"), "--budget=0"),
     (("--concurrency", "4"), "needs --from or --gpu"), (("--gpu", "H900"), "gpu='H900'"),
     (("--from", "x", "--concurrency", "1,b"), "--concurrency='1,b'"), (("--set", "nowhere"), "nowhere"),
     (("--drafter", "none"), "drafter='none'"), (("--gpu", "H200", "--concurrency", "0"), "concurrency=0"),
-    (("--max-tokens", "2"), "max_tokens=2"),
+    (("--max-tokens", "2"), "--max-tokens=2"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(refused, arguments, told):
     assert told in refused("tune", *arguments)

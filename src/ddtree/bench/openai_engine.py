@@ -197,7 +197,7 @@ def _client(address: Address, config: BenchConfig) -> HttpClient:
         key = os.environ.get(config.api_key_env, "").strip()
         if not key or not key.isascii() or not key.isprintable():
             raise ConfigError(
-                f"the environment variable {config.api_key_env!r} of api_key_env holds no API key: "
+                f"the environment variable {config.api_key_env!r} of --api-key-env holds no API key: "
                 "set it to printable ASCII characters"
             )
     return HttpClient(address.root, api_key=key, limit_s=config.request_timeout_s)

@@ -148,7 +148,7 @@ def memory_fraction(config: BenchConfig, num_servers: int, memory: Memory | None
         raise ConfigError(
             f"memory_share={config.memory_share or ALL_SERVERS_SHARE} is not allowed: a server's part is "
             f"{share * memory.total_bytes / 2**30:.1f} GiB, and {memory.free_bytes / 2**30:.1f} GiB are "
-            "free; give less, or run one server at a time (servers_at_once)"
+            "free; give less, or run one server at a time (--servers-at-once one)"
         )
     return fraction
 

@@ -357,7 +357,7 @@ def encode_texts(engine: Engine, sets: Sequence[PromptSet], config: TuneConfig) 
                     texts.append(Text(f"{found.name}/{found.prompts[place].id}", tokens))
     if not texts:
         raise ConfigError(
-            f"no prompt of {', '.join(config.sets)} leaves room for max_tokens={config.max_tokens} in a "
+            f"no prompt of {', '.join(config.sets)} leaves room for --max-tokens {config.max_tokens} in a "
             f"context of {engine.max_context_tokens} tokens: lower --max-tokens or raise --max-context"
         )
     return texts

@@ -13,6 +13,7 @@ from dataclasses import Field, dataclass, field, fields, replace
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from typer.models import OptionInfo
 
 from ddtree.config import Mode, check, setting
 from ddtree.errors import ConfigError, short_repr
@@ -95,7 +96,7 @@ def expand_settings(command: Callable[..., None]) -> Callable[..., None]:
     """The command with each `Panel` parameter replaced by one flag a field, for typer to read.
 
     Typer calls commands with keywords only; the flags' values are put back into their settings class,
-    whose `ConfigError` is the message for a value that is not allowed.
+    whose `ConfigError` is the message for a value that is not allowed, with the flag for the field's name.
     """
     parameters = inspect.signature(command, eval_str=True).parameters
     panels = {name: panel for name, parameter in parameters.items() if (panel := _panel_of(parameter))}
@@ -104,15 +105,39 @@ def expand_settings(command: Callable[..., None]) -> Callable[..., None]:
         expanded = _panel_flags(panels[name]) if name in panels else [parameter]
         flags += [flag.replace(kind=inspect.Parameter.KEYWORD_ONLY) for flag in expanded]
 
+    names = {name: flag for parameter in flags for name, flag in _flag_names(parameter)}
+
     def run(**values: Any) -> None:
         plain = {name: values[name] for name in parameters if name not in panels}
-        command(**plain, **{name: _read_settings(panel, values) for name, panel in panels.items()})
+        try:
+            command(**plain, **{name: _read_settings(panel, values) for name, panel in panels.items()})
+        except ConfigError as error:
+            error.args = (with_flag(str(error), names),)
+            raise
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = {flag.name: flag.annotation for flag in flags}
     # typer reads the flags from here; functions have no such attribute for mypy.
     run.__signature__ = inspect.Signature(flags)  # type: ignore[attr-defined]
     return run
+
+
+def with_flag(message: str, names: Mapping[str, str]) -> str:
+    """The message of a value that is not allowed, `field=...`, as of the flag that the user gave."""
+    field_name, equals, rest = message.partition("=")
+    return names.get(field_name, field_name) + equals + rest
+
+
+def _flag_names(parameter: inspect.Parameter) -> Iterable[tuple[str, str]]:
+    """What a parameter with a flag may be called in messages, and the flag."""
+    option = next(iter(getattr(parameter.annotation, "__metadata__", ())), None)
+    if isinstance(option, OptionInfo):
+        dashed = f"--{parameter.name.replace('_', '-')}"
+        # Inside Annotated typer takes what stands first, its default elsewhere, as a name.
+        given = [name for name in (option.default, *(option.param_decls or ())) if isinstance(name, str)]
+        flag = next((name.strip(" /") for name in given if "--" in name), dashed)
+        yield parameter.name, flag
+        yield flag.removeprefix("--").replace("-", "_"), flag
 
 
 def given_flags(context: typer.Context) -> dict[str, str]:
