@@ -1,8 +1,8 @@
 """A program that is started like `python -m sglang.launch_server` and fails as its environment says.
 
-FAKE_SGLANG is nothing (it works), `crash` (at start), `hang` (never ready), `die` (in its first request) or
-`stubborn` (does not end at SIGTERM, nor does its child). Into the file FAKE_SGLANG_NOTES it writes process
-ids and what it was told.
+FAKE_SGLANG is nothing (it works), `crash` (at start), `hang` (never ready), `die` (in its first request),
+`stubborn` (does not end at SIGTERM, nor does its child) or `leaver` (its child has a session of its own).
+Into the file FAKE_SGLANG_NOTES it writes process ids and what it was told.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def main() -> None:
     if BEHAVIOUR == "crash":
         print("loading\nValueError: this model is not for here\nlast words", flush=True)
         sys.exit(1)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=BEHAVIOUR == "leaver"
+    )
     note(pids=[os.getpid(), child.pid], argv=sys.argv[1:], config=os.environ.get("DDTREE_CONFIG"))
     if BEHAVIOUR == "stubborn":
         signal.signal(signal.SIGTERM, lambda *_: note(signal="SIGTERM"))

@@ -12,7 +12,7 @@ import pytest
 
 from ddtree.bench.http_client import Received, RequestRefusedError, ServerError
 from ddtree.bench.run_format import Arm
-from ddtree.bench.server_process import session_pids
+from ddtree.bench.server_guard import processes_below
 from ddtree.bench.sglang_launch import Memory, launch_of, memory_fraction, servers_at_once
 from ddtree.bench.sglang_server import generate_body, read_generated, start_engine
 from ddtree.bench_config import BenchConfig, ServersAtOnce
@@ -205,6 +205,15 @@ def test_a_server_that_does_not_end_is_ended(fake, monkeypatch):
     fake.assert_all_gone()
 
 
+def test_a_process_that_left_the_servers_session_is_ended_too(fake):
+    fake.start("ar", "leaver").close()
+    assert len(fake.pids()) == 2
+    fake.assert_all_gone()
+    fake.start("ar", "leaver")
+    os.kill(fake.pids()[-2], signal.SIGKILL)
+    fake.assert_all_gone()
+
+
 def test_a_second_interrupt_does_not_wait(fake, monkeypatch):
     engine = fake.start("ar", "stubborn")
     monkeypatch.setattr(engine._process._guard, "wait", interrupted_once(engine._process._guard.wait))
@@ -249,11 +258,14 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_a_server_ends_with_the_program_that_started_it(fake, python, tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "behaviour"),
+    [(signal.SIGKILL, ""), (signal.SIGKILL, "leaver"), (signal.SIGTERM, ""), (signal.SIGHUP, "")],
+)
+def test_a_server_ends_with_the_program_that_started_it(fake, python, tmp_path, number, behaviour):
     notes = fake.notes_path
     environment = os.environ | {
-        "FAKE_SGLANG": "",
+        "FAKE_SGLANG": behaviour,
         "FAKE_SGLANG_NOTES": str(notes),
         "FAKE_LOG": str(tmp_path / "l"),
     }
@@ -285,14 +297,25 @@ def test_a_log_that_cannot_be_written(fake):
         fake.start("ar")
 
 
-def test_the_processes_of_a_session():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+def test_the_processes_of_a_session_and_of_those_that_left_it():
+    code = (
+        "import subprocess, sys\n"
+        "nap = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "started = [subprocess.Popen(nap, start_new_session=new) for new in (False, True)]\n"
+        "print(*(each.pid for each in started), flush=True)\nstarted[0].wait()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE, text=True
+    )
+    children = sorted(map(int, process.stdout.readline().split()))
     try:
-        assert session_pids(process.pid) == [process.pid]
+        assert processes_below(process.pid) == children
     finally:
-        process.kill()
+        for pid in (process.pid, *children):
+            os.kill(pid, signal.SIGKILL)
         process.wait()
-    assert session_pids(process.pid) == []
+        process.stdout.close()
+    assert not set(children) & set(processes_below(process.pid))
 
 
 # -- the command line -------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ class ServerProcess:
 
     def peak_memory_bytes(self) -> int | None:
         """Largest resident memory of its processes, each since its start, added up; None without /proc."""
-        peaks = [_peak_bytes(pid) for pid in session_pids(self._guard.pid) if pid != self._guard.pid]
+        peaks = [_peak_bytes(pid) for pid in server_guard.processes_below(self._guard.pid)]
         return sum(peaks) or None
 
     def stop(self) -> None:
@@ -144,7 +144,7 @@ class ServerProcess:
     def _kill(self) -> None:
         """End what is left of its processes and wait until nothing is: then the memory of the GPU is free."""
         end_s = time.monotonic() + KILL_S
-        while (left := session_pids(self._guard.pid)) and time.monotonic() < end_s:
+        while (left := server_guard.processes_below(self._guard.pid)) and time.monotonic() < end_s:
             for pid in left:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -152,19 +152,6 @@ class ServerProcess:
             self._guard.poll()
         self._guard.kill()
         self._guard.wait()
-
-
-def session_pids(session: int) -> list[int]:
-    """The processes of a session; none where there is no /proc."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):
-            fields = (
-                (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            )
-            if int(fields[3]) == session and fields[0] != "Z":
-                found.append(int(folder.name))
-    return found
 
 
 def _peak_bytes(pid: int) -> int:
