@@ -84,23 +84,6 @@ def test_the_gpus_of_a_run(monkeypatch, device, num_gpus, expected):
     assert gpu_uuids(device, num_gpus) == expected
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("", 1),
-        ("--tp 2", 2),
-        ("--tp-size=4 --x", 4),
-        ("--tensor-parallel-size 8", 8),
-        ("--tp", 1),
-        ("--tp_size 2", 2),
-        ("--tensor-par=2", 2),
-    ],
-)
-def test_the_gpus_of_a_server_are_read_from_its_flags(flags, expected):
-    assert runner.num_server_gpus(BenchConfig(engines=("sglang",), sglang_args=flags)) == expected
-    assert runner.num_server_gpus(BenchConfig(sglang_args=flags)) == 1
-
-
 def test_a_run_on_a_cpu_or_elsewhere_has_no_meter(monkeypatch):
     monkeypatch.setattr(runner, "open_meter", lambda uuids: "meter")
     monkeypatch.setattr(runner, "gpu_uuids", lambda device, num_gpus: ["GPU-a"])

@@ -9,11 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ddtree.bench.http_client import Received, RequestRefusedError, ServerError
 from ddtree.bench.run_format import Arm
 from ddtree.bench.server_guard import processes_below
-from ddtree.bench.sglang_launch import Memory, launch_of, memory_fraction, servers_at_once
+from ddtree.bench.sglang_launch import (
+    Memory,
+    gpu_memory,
+    launch_of,
+    least_free,
+    memory_fraction,
+    num_server_gpus,
+    servers_at_once,
+    taken_bytes,
+)
 from ddtree.bench.sglang_server import generate_body, read_generated, start_engine
 from ddtree.bench_config import BenchConfig, ServersAtOnce
 from ddtree.config import Mode
@@ -389,6 +399,41 @@ def test_servers_share_a_gpu_evenly():
 def test_a_gpu_by_number():
     command = launch(Arm("sglang", Mode.AR), config(device="cuda:2"), Memory(GIB, GIB)).command
     assert command[command.index("--base-gpu-id") + 1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", 1),
+        ("--tp 2", 2),
+        ("--tp-size=4 --x", 4),
+        ("--tensor-parallel-size 8", 8),
+        ("--tp", 1),
+        ("--tp_size 2", 2),
+        ("--tensor-par=2", 2),
+        ("--tp 2 --pp-size 2", 4),
+        ("--tp 2 --dp 2", 4),
+        ("--tp 2 --dp 2 --enable-dp-attention", 2),
+    ],
+)
+def test_the_gpus_of_a_server_are_read_from_its_flags(flags, expected):
+    assert num_server_gpus(config(sglang_args=flags)) == expected
+    assert num_server_gpus(BenchConfig(sglang_args=flags)) == 1
+
+
+def test_memory_is_that_of_all_gpus_of_a_server(monkeypatch):
+    free = {0: 50, 1: 60, 2: 40, 3: 10}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 100))
+    settings = config(device="cuda:1", sglang_args="--tp 2")
+    before = gpu_memory(settings)
+    assert before == [Memory(60, 100), Memory(40, 100)]
+    assert least_free(before) == Memory(40, 100)
+    free |= {0: 0, 1: 25, 2: 15}
+    assert taken_bytes(before, gpu_memory(settings)) == 35 + 25
+    assert gpu_memory(config(device="cpu")) == []
+    assert (least_free([]), taken_bytes([], [])) == (None, None)
 
 
 # -- what /generate says ----------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from ddtree import Engine
@@ -27,13 +26,11 @@ from ddtree.bench.prompt_lengths import check_lengths
 from ddtree.bench.run_format import Arm, Run, RunHeader
 from ddtree.bench.run_writer import RunWriter, read_like
 from ddtree.bench.sandbox import SandboxError, missing_protections
-from ddtree.bench.sglang_launch import check_flags, flag_name, is_flag
+from ddtree.bench.sglang_launch import check_flags, num_server_gpus
 from ddtree.bench.sweep import Opener, Reporter, SilentReporter, Sweep
 from ddtree.bench_config import EMBEDDED, SGLANG, BenchConfig, ServersAtOnce, is_url
 from ddtree.config import check
 from ddtree.provenance import provenance
-
-TENSOR_PARALLEL_FLAGS = ("--tensor-parallel-size", "--tp-size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,16 +234,3 @@ def _meter(config: BenchConfig, header: RunHeader) -> EnergyMeter | None:
     if not config.has_own_engines or header.device == "cpu":
         return None
     return open_meter(gpu_uuids(config.device, num_server_gpus(config)))
-
-
-def num_server_gpus(config: BenchConfig) -> int:
-    """GPUs that an sglang server spreads over, by its flags; 1 without."""
-    if SGLANG not in config.engines:
-        return 1
-    words = [part for word in config.sglang_flags() for part in word.split("=", 1)]
-    sizes = [
-        value
-        for word, value in pairwise(words)
-        if any(is_flag(flag_name(word), name) for name in TENSOR_PARALLEL_FLAGS)
-    ]
-    return int(sizes[-1]) if sizes and sizes[-1].isdecimal() else 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from ddtree.bench.plan import arms_of_modes, request_seed
@@ -24,6 +25,11 @@ ALL_SERVERS_SHARE = 0.8  # of the GPU's memory, where several servers are up and
 LARGEST_SHARE = 0.95
 MIN_RUNNING_REQUESTS = 8  # a request that ends still has its place when the next one comes
 CONFIG_FILE_FLAG = "--config"
+PARALLEL_FLAGS = (
+    ("--tensor-parallel-size", "--tp-size"), ("--pipeline-parallel-size", "--pp-size"),
+    ("--data-parallel-size", "--dp-size"),
+)  # fmt: skip
+SHARED_DATA_FLAG = "--enable-dp-attention"  # data parallel on the GPUs of tensor parallel
 # Set by the run, so that arms differ in nothing but how they decode.
 OWN_FLAGS = (
     "--model-path", "--model", "--host", "--port", "--api-key", "--dtype", "--device", "--base-gpu-id",
@@ -58,7 +64,7 @@ def launch_of(
         config: of the run; its `sglang_args` come last, so that they override what can be overridden.
         target, drafter: checkpoint folders.
         port: where it listens on this machine.
-        memory: of the GPU; None on a CPU.
+        memory: of the GPU with the least free memory; None on a CPU.
 
     Raises:
         ConfigError: flags that the run itself sets, or less memory is free than a server is to get.
@@ -163,11 +169,36 @@ def _environment(arm: Arm, config: BenchConfig) -> dict[str, str]:
     return environment
 
 
-def gpu_memory(device: str) -> Memory | None:
-    """Memory of the GPU that a device setting stands for; None where it is a CPU."""
+def num_server_gpus(config: BenchConfig) -> int:
+    """GPUs that an sglang server spreads over, by its flags; 1 without."""
+    if SGLANG not in config.engines:
+        return 1
+    words = [part for word in config.sglang_flags() for part in word.split("=", 1)]
+    count = 1
+    for names in PARALLEL_FLAGS[:2] if SHARED_DATA_FLAG in words else PARALLEL_FLAGS:
+        sizes = [
+            value for word, value in pairwise(words) if any(is_flag(flag_name(word), name) for name in names)
+        ]
+        count *= max(int(sizes[-1]), 1) if sizes and sizes[-1].isdecimal() else 1
+    return count
+
+
+def gpu_memory(config: BenchConfig) -> list[Memory]:
+    """Memory of the GPUs that a server of the run uses, from the first one on; none on a CPU."""
     import torch
 
-    if device == "cpu" or not torch.cuda.is_available():
-        return None
-    free_bytes, total_bytes = torch.cuda.mem_get_info(int(device.partition(":")[2] or 0))
-    return Memory(free_bytes, total_bytes)
+    visible = 0 if config.device == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+    first = int(config.device.partition(":")[2] or 0)
+    used = range(first, min(first + num_server_gpus(config), visible))
+    return [Memory(*torch.cuda.mem_get_info(index)) for index in used]
+
+
+def least_free(memory: Sequence[Memory]) -> Memory | None:
+    """The GPU that limits a server: SGLang plans all of its GPUs by the one with the least free memory."""
+    return min(memory, key=lambda each: each.free_bytes, default=None)
+
+
+def taken_bytes(before: Sequence[Memory], now: Sequence[Memory]) -> int | None:
+    """What was taken from all GPUs together meanwhile; None on a CPU."""
+    taken = [max(one.free_bytes - other.free_bytes, 0) for one, other in zip(before, now, strict=True)]
+    return sum(taken) if taken else None

@@ -17,7 +17,7 @@ from ddtree.bench.openai_engine import flush_sglang
 from ddtree.bench.run_format import Arm
 from ddtree.bench.server_facts import sglang_facts
 from ddtree.bench.server_process import ServerProcess, free_port
-from ddtree.bench.sglang_launch import HOST, Launch, gpu_memory, launch_of
+from ddtree.bench.sglang_launch import HOST, Launch, gpu_memory, launch_of, least_free, taken_bytes
 from ddtree.bench.stream_events import stream_events
 from ddtree.bench_config import BenchConfig
 from ddtree.config import GREEDY_BELOW, Mode
@@ -60,7 +60,7 @@ class SGLangEngine:
             "server": "sglang",
             **said,
             **self._started,
-            "peak_memory": "taken from the GPU by the time the server was ready"
+            "peak_memory": "taken from all its GPUs together by the time the server was ready"
             if self._started["device_bytes"]
             else "resident in the server's processes since their start",
         }
@@ -102,7 +102,7 @@ class SGLangEngine:
         return None
 
     def peak_memory_bytes(self) -> int | None:
-        """What it took from the GPU when it was ready, where it has one; else its processes' own peaks."""
+        """What it took from its GPUs when it was ready, where it has any; else its processes' own peaks."""
         taken: int | None = self._started["device_bytes"]
         return taken or self._process.peak_memory_bytes()
 
@@ -203,16 +203,15 @@ def start_engine(arm: Arm, config: BenchConfig, log_folder: Path) -> SGLangEngin
     target = resolve_target(config.model)
     drafter = None if arm.mode is Mode.AR else resolve_drafter(config.drafter, config.model)
     chat_tokens = ChatTokens(load_tokenizer(config.model))
-    port, memory = free_port(), gpu_memory(config.device)
-    launch = launch_of(arm, config, target, drafter, port, memory)
+    port, memory = free_port(), gpu_memory(config)
+    launch = launch_of(arm, config, target, drafter, port, least_free(memory))
     log = log_folder / f"sglang-{arm.plan.replace(':', '-')}.log"
     begin_s = time.perf_counter()
     process = ServerProcess(str(arm), launch.command, launch.environment, log, GRACE_S)
     client = HttpClient(f"http://{HOST}:{port}", limit_s=config.request_timeout_s)
     try:
         process.wait_until_ready(client, READY_PATH, config.start_timeout_s)
-        now = gpu_memory(config.device)
-        taken = None if memory is None or now is None else max(memory.free_bytes - now.free_bytes, 0)
+        taken = taken_bytes(memory, gpu_memory(config))
         started = _started(launch, log, time.perf_counter() - begin_s, taken)
         return SGLangEngine(arm, process, client, chat_tokens, started)
     except BaseException:  # Ctrl-C too
