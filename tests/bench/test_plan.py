@@ -26,12 +26,14 @@ def names(arms):
 
 
 def test_arms_are_engines_in_modes_and_trees_in_budgets():
-    config = BenchConfig(engines=("embedded", "sglang"), modes=("ar", "chain", "tree"), budgets=(4, "auto"))
+    config = BenchConfig(engines=("embedded", "sglang"), modes=("ar", "chain", "tree"), budgets=(4, 9))
     assert names(arms_of(config, no_url)) == [
         f"{engine} {plan}"
         for engine in ("embedded", "sglang")
-        for plan in ("ar", "chain", "tree:4", "tree:auto")
+        for plan in ("ar", "chain", "tree:4", "tree:9")
     ]
+    automatic = BenchConfig(modes=("tree",), budgets=("auto",))
+    assert names(arms_of(automatic, no_url)) == ["embedded tree:auto"]
 
 
 def test_the_arms_of_a_running_server_are_its_own_to_tell():
