@@ -20,6 +20,7 @@ from ddtree.sglang_plugin.draft_sampler import (
     TreeDraftSampler,
     VocabularyShard,
     check_equal_trees,
+    gather_marginals,
 )
 from ddtree.tree import DraftMarginals, build_draft_trees, retrieve_links, tree_layout
 from ddtree.tree.build_reference import build_draft_tree
@@ -194,3 +195,21 @@ def test_all_ranks_build_the_tree_of_one_rank(world_size: int, tmp_path: Path) -
             if weight is plain:
                 assert torch.equal(first.tree.tokens, expected.tree.tokens)
     assert int(ranks[0][0][0].tree.tokens[0, 1]) == VOCAB - 1
+
+
+def gather_on_rank(group: GlooGroup, logits: torch.Tensor) -> DraftMarginals:
+    count = logits.shape[-1] // group.world_size
+    start = group.rank_in_group * count
+    return gather_marginals(logits[..., start : start + count], 5, start, group)
+
+
+def test_gathered_marginals_are_those_of_all_logits(tmp_path: Path) -> None:
+    logits = 9 * torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(5))
+    logits[0, :, ::3] = torch.nan  # counts as no token
+    logits[1, :, :16] = float("-inf")  # one rank has nothing
+    logits[2, :, 16:] = torch.nan
+    logits[3, 0] = 2.0  # all alike: the lowest ids
+    expected = DraftMarginals.from_logits(logits, 5)
+    for made in run_ranks(2, tmp_path, gather_on_rank, logits):
+        assert torch.equal(made.tokens, expected.tokens)
+        torch.testing.assert_close(made.log_probs, expected.log_probs, atol=1e-5, rtol=0)

@@ -116,9 +116,11 @@ def gather_marginals(logits: Tensor, candidate_topk: int, start: int, group: Gat
     """
     topk = min(candidate_topk, logits.shape[-1])
     local = DraftMarginals.from_logits(logits, topk)
-    floats = logits.float()
-    values = floats.gather(-1, local.tokens)  # [bs, L, K]
-    log_sums = floats.logsumexp(-1, keepdim=True)  # [bs, L, 1]
+    values = logits.gather(-1, local.tokens).float()  # [bs, L, K]
+    values = values.masked_fill(values.isnan(), float("-inf"))
+    # The best token's log-probability is the log-sum over exponentials relative to it, negated.
+    log_sums = values[..., :1] - local.log_probs[..., :1]  # [bs, L, 1]
+    log_sums = torch.where(values[..., :1].isneginf(), float("-inf"), log_sums)  # no token on this rank
     values = _all_gather(torch.cat((values, log_sums), -1).contiguous(), group)  # [ranks, bs, L, K + 1]
     tokens = _all_gather((local.tokens + start).contiguous(), group)  # [ranks, bs, L, K]
     log_sum = values[..., -1].logsumexp(0).unsqueeze(-1)  # [bs, L, 1]
