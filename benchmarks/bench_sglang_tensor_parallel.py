@@ -216,15 +216,16 @@ class Run:
         self.results.add(name, json.loads(output.read_text(encoding="utf-8")))
 
     def summarise(self) -> None:
-        """Make the verdict of the cells."""
+        """Make the verdict of the cells, those of earlier runs too."""
+        groups = self.plan.measured()
         args = argparse.Namespace(
             concurrency=self.args.concurrency, arms=self.args.arms, repeats=self.args.repeats,
-            sets=[str(group) for group in self.plan.groups()],
+            sets=[str(group) for group in groups],
         )  # fmt: skip
         cells, verdict = self.results.cells, self.results.verdict
         verdict["table"] = summary(cells, args)
         verdict["planted"] = planted_settings()
-        verdict["shards"] = {str(group): self._shards(group) for group in self.plan.groups()}
+        verdict["shards"] = {str(group): self._shards(group) for group in groups}
         verdict["label"] = "" if self.args.attention_backend == "fa3" else "without FA3"
         self.results.write()
 

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from bench_sglang import cell_name
 from check_sglang_replay import cell_name as replay_name
 from sglang_common import Results
-from tensor_parallel_pairs import RANDOM, SHIPPED, EngineSpec, Group, ServedPair, engine_spec, rank_specs
+from tensor_parallel_pairs import (
+    PAIRS,
+    RANDOM,
+    SHIPPED,
+    EngineSpec,
+    Group,
+    ServedPair,
+    engine_spec,
+    rank_specs,
+)
 
 CHECK_ARM = "ddtree:31"
+GROUP = re.compile(rf"\b({'|'.join(PAIRS)}) tp(\d+)\b")
 REPLAY_CONCURRENCY = {"plain": (16,), CHECK_ARM: (1, 16)}
 PROFILE_ARMS, PROFILE_CONCURRENCY = ("dflash", "ddtree:31", "ddtree:63"), (1, 16)
 
@@ -36,6 +47,12 @@ class Plan:
         for tp_size in self._args.tp_size:
             for pair in self._args.pairs:
                 yield Group(pair, tp_size)
+
+    def measured(self) -> list[Group]:
+        """The groups that have cells, of earlier runs too: the most ranks first, then as `PAIRS` has them."""
+        found = {(match[1], int(match[2])) for cell in self._results.cells if (match := GROUP.search(cell))}
+        return [Group(pair, size) for pair, size in sorted(
+            found, key=lambda group: (-group[1], PAIRS.index(group[0])))]  # fmt: skip
 
     def _is_missing(self, cell: str) -> bool:
         return cell not in self._results.cells

@@ -181,6 +181,14 @@ def test_a_second_run_starts_no_engine(run):
     assert second["cells"] == first["cells"]
 
 
+def test_a_run_of_other_ranks_keeps_the_rows_of_the_one_before(run):
+    run("--parts", "bench", "--tp-size", "2", "--pairs", RANDOM)
+    made, code = run("--parts", "bench", "--tp-size", "1", "--pairs", RANDOM)
+    assert code == 0
+    assert {row["set"] for row in made["verdict"]["table"]} == {"random-8b tp2", "random-8b tp1"}
+    assert list(made["verdict"]["shards"]) == ["random-8b tp2", "random-8b tp1"]
+
+
 def test_a_dead_engine_is_named_and_spares_the_others(run):
     FakeEngine.dead = {"ddtree:15"}
     made, code = run("--parts", "bench", "--tp-size", "2", "--pairs", RANDOM)
