@@ -7,6 +7,7 @@ Run: python scripts/make_trace_docs.py
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import MISSING
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from ddtree.trace_format import FIELDS, FORMAT, TYPE_NAMES, VERSION, TraceHeader
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "traces.md"
 COMPARE_PAGE = ROOT / "docs" / "compare.md"
-RESULTS = ROOT / "results" / "trace_overhead.json"
+RESULTS = [ROOT / "results" / name for name in ("trace_overhead_gpu.json", "trace_overhead.json")]
 HEAD = "| field | kind | always there | meaning |\n| --- | --- | --- | --- |\n"
 
 
@@ -60,27 +61,32 @@ def table(record_type: type) -> str:
 
 
 def overhead() -> str:
-    """What traced requests took beyond untraced ones."""
-    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    """What traced requests took beyond untraced ones, on each machine."""
+    return (
+        "Whole runs were timed, each against an untraced run of the same prompt, interleaved: median and\n"
+        "quartiles of the pairs. What has quartiles on both sides of 0 is below the noise of that\n"
+        "measurement. Beside them stands what a round at `summary` takes alone, in the engine's thread and\n"
+        "for its line in the writer's:\n\n"
+        "| device, run | detail | processor time | time on the clock | a round alone |\n"
+        "| --- | --- | --- | --- | --- |\n" + "".join(row for path in RESULTS for row in overhead_rows(path))
+        + "\n`python benchmarks/bench_trace.py`.\n"
+    )  # fmt: skip
+
+
+def overhead_rows(path: Path) -> Iterator[str]:
+    """A row a detail of one machine's results."""
+    results = json.loads(path.read_text(encoding="utf-8"))
     alone, machine = results["summary_round_alone_us"], results["provenance"]["machine"]
-    rows = [
-        f"| `{detail}` | {cost(extra['cpu'])} | {cost(extra['wall'])} |\n"
-        for detail, extra in results["extra_time"].items()
-    ]
-    num_pairs = results["num_prompts"] * results["repeats"]
-    what = "{model} in {dtype}, budget {budget}, {max_tokens} tokens".format_map(results)
     on_cpu = f"{machine['cpu']}, {machine['threads']} thread(s)"
     where = on_cpu if results["device"] == "cpu" else machine["gpus"][0]
-    note = f"\nNote: {results['note']}." if "note" in results else ""
-    return (
-        f"Recording a round at `summary` takes {alone['take']} microseconds of the engine's thread, and\n"
-        f"making its line {alone['line']} of the writer's: these are the figures to keep.\n"
-        "Whole runs were timed too, against an untraced run of the same prompt each, median\n"
-        f"(quartiles) of {num_pairs} pairs, interleaved. What has quartiles on both sides of 0 is below\n"
-        "the noise of that measurement:\n\n"
-        "| detail | processor time | time on the clock |\n| --- | --- | --- |\n" + "".join(rows) + "\n"
-        f"{what}, greedy, on {where};\n`python benchmarks/bench_trace.py`.{note}\n"
-    )
+    what = "{model} in {dtype}, greedy, budget {budget}, {max_tokens} tokens".format_map(results)
+    num_pairs = results["num_prompts"] * results["repeats"]
+    for detail, extra in results["extra_time"].items():
+        round_us = f"{alone['take']} µs, {alone['line']} µs" if detail == "summary" else ""
+        yield (
+            f"| {where}: {what}, {num_pairs} pairs | `{detail}` | {cost(extra['cpu'])} "
+            f"| {cost(extra['wall'])} | {round_us} |\n"
+        )
 
 
 def cost(quartiles: dict[str, float]) -> str:

@@ -175,7 +175,8 @@ def profiles(cells: dict[str, Results]) -> Iterator[str]:
     yield (
         "Where a round's time goes, microseconds on the first rank: steps, then what of them ranks exchange "
         "(a rank that waits for another one counts too), then the device's busy time, the round of an "
-        "untraced run, and what the device idles of it."
+        "untraced run, and what the device idles of it, below 0 where traced ranks waited longer for each "
+        "other than untraced ones."
     )
     rows: list[list[Any]] = []
     for key, prefix in (("steps_us", ""), ("exchanges_us", "exchanged in ")):
@@ -234,10 +235,10 @@ def roadmap_of(results: Results) -> str:
     gpus = ", ".join(sorted({gpu for run in results["runs"] for gpu in run["machine"].get("gpus", [])}))
     anchor = TITLE.lower().replace(":", "").replace(" ", "-")
     failed = f" Failed: {', '.join(verdict['failed'])}." if verdict.get("failed") else ""
-    left = f" **Not run yet**: {', '.join(verdict['not_run'])}." if "not_run" in verdict else ""
+    note = f" {verdict['note']}" if "note" in verdict else ""
     return (
         f"State on GPUs ({gpus or 'none: run on a CPU'}), 31 nodes: {'; '.join(parts)}. "
-        f"[All figures](docs/benchmarks.md#{anchor}).{failed}{left}"
+        f"[All figures](docs/benchmarks.md#{anchor}).{failed}{note}"
     )
 
 
