@@ -144,6 +144,12 @@ def test_forecasts_stand_beside_measurements_but_are_not_chosen():
     assert advice.options[-1].is_predicted
 
 
+def test_a_forecast_beside_itself_is_surely_as_fast():
+    foretold = Forecast(CHAIN, 1, 2.0, 0.02, 0.5)
+    assert str(rate_ratio(foretold, foretold)) == "1.00"
+    assert str(rate_ratio(foretold, Forecast(PLAIN, 1, 2.0, 0.02, 0.5))) == "1.00 (0.25 to 4.00)"
+
+
 def test_forecasts_alone_are_judged_by_their_values():
     def at(plan, rate):
         return Forecast(plan, 4, 2.0, 4 * 2.0 / rate, 0.3)

@@ -166,6 +166,8 @@ def rate_ratio(one: Evidence, other: Evidence) -> Ratio | None:
         return _paired_ratio(one, other)
     if other.tokens_per_s <= 0:
         return None
+    if one == other:
+        return Ratio(1.0, 1.0, 1.0, is_predicted=True)
     value = one.tokens_per_s / other.tokens_per_s
     errors = [found.log_error for found in (one, other) if isinstance(found, Forecast)]
     spread = math.exp(NORMAL_975 * math.hypot(*errors))
