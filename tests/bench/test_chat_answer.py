@@ -90,6 +90,16 @@ def test_ddtree_serve_tells_rounds_and_its_own_decode_time():
     assert (answer.rounds, answer.decode_s, answer.accept_histogram) == (3, 0.25, None)
 
 
+@pytest.mark.parametrize("summary", [
+    {"rounds": -1, "decode_s": -5.0}, {"rounds": 10**40, "decode_s": 10**400},
+    {"rounds": 2.5, "decode_s": float("nan")}, {"rounds": True, "decode_s": float("inf")},
+    {"rounds": None, "decode_s": "1"}, {"rounds": "3", "decode_s": 1e300},
+])  # fmt: skip
+def test_figures_of_a_server_that_cannot_be_are_not_known(summary):
+    answer = read_answer(stream(*HELLO[:4], HELLO[4] | {"ddtree": summary}))
+    assert (answer.rounds, answer.decode_s) == (None, None)
+
+
 def test_sglang_tells_tokens_and_rounds():
     ext = {
         "spec_tokens_details": {"spec_verify_ct": 3, "spec_correct_drafts_histogram": [1, 0, 2]},
@@ -112,6 +122,11 @@ def test_sglang_tells_tokens_and_rounds():
         ((*HELLO[:4], usage(5, -1)), "completion_tokens=-1"),
         ((*HELLO[:4], usage(5, "many")), "completion_tokens='many'"),
         ((*HELLO[:4], usage(True, 3)), "prompt_tokens=True"),
+        ((*HELLO[:4], usage(5, 10**12)), "completion_tokens=1000000000000"),
+        (
+            (*HELLO[:4], {"choices": [], "sglext": {"spec_tokens_details": {"spec_verify_ct": -1}}}),
+            "SGLang's",
+        ),
         (
             (*HELLO[:4], {"choices": [], "sglext": {"spec_tokens_details": {"spec_verify_ct": "x"}}}),
             "SGLang's",

@@ -43,6 +43,15 @@ def test_a_run_comes_back_as_it_was_written(path):
     assert run.cells[CellKey("embedded ar", "one", 1, 0.0, 1)].energy_j == 1.5
 
 
+def test_a_cell_that_could_not_be_read_is_not_written(path):
+    writer = write_run(path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="energy_j"):
+        writer.cell(cell(repeat=2, energy_j=float("nan")))
+    assert path.read_bytes() == before
+    assert len(writer.run.cells) == 2
+
+
 def test_what_is_unknown_of_all_requests_is_not_written(path):
     write_run(path)
     record = json.loads(path.read_text().splitlines()[-1])

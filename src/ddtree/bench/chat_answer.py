@@ -11,10 +11,11 @@ from typing import Any
 from ddtree.bench.http_client import Received, ServerError, error_text
 from ddtree.bench.measure import Answer
 from ddtree.bench.stream_events import Event, stream_events
-from ddtree.config import is_int
+from ddtree.config import is_int, is_number
 from ddtree.errors import short_repr
 
 TEXT_FIELDS = ("content", "reasoning_content", "reasoning")  # of a delta or message; all are new tokens
+MAX_COUNT = 1 << 24  # tokens, rounds or seconds of one answer; more is a server's mistake
 CountTokens = Callable[[str], int]
 
 
@@ -120,7 +121,7 @@ def token_count(usage: Mapping[str, Any], name: str) -> int | None:
         ServerError: it is no count.
     """
     value = usage.get(name)
-    if value is not None and (not is_int(value) or value < 0):
+    if value is not None and not _is_count(value):
         raise ServerError(f"the answer's usage has {name}={short_repr(value)}, which is no count")
     return value
 
@@ -159,7 +160,7 @@ def _rounds(reading: Reading) -> tuple[int | None, dict[int, int] | None]:
     """Verify passes, and rounds by tokens committed, as far as the server tells."""
     if "rounds" in reading.summary:
         rounds = reading.summary["rounds"]
-        return (rounds, None) if is_int(rounds) and rounds >= 0 else (None, None)
+        return (rounds, None) if _is_count(rounds) else (None, None)
     details = reading.sglext.get("spec_tokens_details")
     if not isinstance(details, dict):
         return None, None
@@ -177,7 +178,7 @@ def sglang_rounds(details: Mapping[str, Any]) -> tuple[int, dict[int, int]]:
     """
     rounds = details.get("spec_verify_ct", 0)
     counts = details.get("spec_correct_drafts_histogram") or []
-    if not is_int(rounds) or not isinstance(counts, list) or not all(is_int(n) and n >= 0 for n in counts):
+    if not _is_count(rounds) or not isinstance(counts, list) or not all(map(_is_count, counts)):
         raise ServerError(f"SGLang's figures of a request cannot be read: {short_repr(details)}")
     return rounds, {drafts + 1: count for drafts, count in enumerate(counts) if count}
 
@@ -189,5 +190,10 @@ def _ids(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if isinstance(value, list) and value and all(map(is_int, value)) else None
 
 
+def _is_count(value: Any) -> bool:
+    return is_int(value) and 0 <= value <= MAX_COUNT
+
+
 def _seconds(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """None where it cannot be a time: the client's own clock is there in its place."""
+    return float(value) if is_number(value) and 0 <= value <= MAX_COUNT else None

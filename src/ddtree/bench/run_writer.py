@@ -73,8 +73,9 @@ class RunWriter:
     def cell(self, cell: Cell, outputs: Sequence[OutputsMark] = ()) -> None:
         """Keep a measured cell, and what outputs files hold with its outputs."""
         record = cell_record(cell)
+        read = parse_cell(record)  # as a reader gets it; before it is written, so that it can be read
         self._append(record, outputs)
-        self.run.cells[cell.key] = parse_cell(record)  # with the digits that a reader gets
+        self.run.cells[cell.key] = read
 
     def _append(
         self,
