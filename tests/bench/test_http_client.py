@@ -205,3 +205,7 @@ def test_the_key_is_sent_and_a_wrong_one_is_told(post_all):
 )  # fmt: skip
 def test_what_an_error_says(body, text):
     assert error_text(body) == text
+
+
+def test_an_error_nested_too_deeply_is_shown_as_its_text():
+    assert error_text(b"[" * 60_000).startswith("'[[[")

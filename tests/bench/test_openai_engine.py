@@ -93,6 +93,15 @@ def test_which_model(models, fragment, named):
     assert named in str(raised.value)
 
 
+@pytest.mark.parametrize("body", [b"", b"\xff<html>", b"[" * 100_000, b'{"error": "loading"}'])
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_server_that_tells_no_models_is_shown_with_its_status(body, status):
+    with serving({"/v1/models": lambda asked: respond(body, status)}) as fake:
+        url = fake.url
+        with pytest.raises(ServerError, match=rf"lists no model \(status {status}\)"):
+            served_model(url, config_of(url))
+
+
 def test_a_model_named_behind_the_url_is_asked_for(opened):
     many = {"data": [{"id": "a"}, {"id": "b"}]}
     with serving({"/v1/models": lambda asked: respond(many)}, chat=says(*HELLO)) as fake:

@@ -16,6 +16,7 @@ from ddtree.bench_config import BenchConfig
 from ddtree.cli import loading
 from ddtree.cli.bench import TITLES
 from ddtree.config import Dtype, Mode
+from fake_server import MODELS, respond, serving
 
 TEXT = "Why is the sky blue?"
 
@@ -100,6 +101,16 @@ def test_a_dry_run_looks_at_the_outputs_file(refused, flags, tmp_path, loads, na
 def test_a_dry_run_looks_at_the_runs_file(refused, flags, tmp_path):
     (tmp_path / "file").write_text("mine")
     assert "file' is a file" in refused(*flags, "--dry-run", "--output", str(tmp_path / "file" / "run"))
+
+
+def test_where_servers_run_is_not_told(command, tmp_path):
+    with serving({"/v1/models": lambda asked: respond(MODELS)}) as fake:
+        code, out, _ = command(
+            "bench", "--output", str(tmp_path / "run.jsonl"), "--engine", fake.url, "--set", "gsm8k",
+            "--prompts", "1", "--repeats", "1", "--max-tokens", "12", "--dry-run",
+        )  # fmt: skip
+    assert code == 0
+    assert out.endswith("1 cells, 1 requests of at most 12 tokens\n")
 
 
 def test_json_has_the_figures_of_every_arm(command, flags):

@@ -117,7 +117,7 @@ class HttpClient:
             )
         try:
             return response.json() if response.is_success else None
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
     def status(self, method: str, path: str, limit_s: float = QUERY_S) -> int:
@@ -245,7 +245,7 @@ def error_text(body: bytes) -> str:
     text = body.decode("utf-8", "replace").strip()
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         document = None
     if isinstance(document, dict):
         said = document.get("error", document.get("message", document.get("detail", document)))

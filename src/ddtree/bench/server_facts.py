@@ -107,7 +107,8 @@ def find_facts(client: HttpClient, address: Address) -> ServerFacts:
 
 
 def _choose_model(client: HttpClient, address: Address) -> str:
-    document = client.get_json(f"{address.api}/models")
+    path = f"{address.api}/models"
+    document = client.get_json(path)
     entries = document.get("data") if isinstance(document, dict) else None
     names = [
         entry["id"]
@@ -122,8 +123,8 @@ def _choose_model(client: HttpClient, address: Address) -> str:
         return address.model
     if not names:
         raise ServerError(
-            f"{client.root}{address.api}/models lists no model: give the URL of an OpenAI-compatible server, "
-            "such as http://host:8000/v1, and the model behind it as in URL#MODEL"
+            f"{client.root}{path} lists no model (status {client.status('GET', path)}): give the URL of an "
+            "OpenAI-compatible server, such as http://host:8000/v1, and the model behind it as in URL#MODEL"
         )
     if len(names) > 1:
         raise ConfigError(

@@ -141,9 +141,10 @@ def _reporter(stderr: Console) -> Iterator[BarReporter | LineReporter]:
 def plan_line(plan: Plan) -> str:
     """What is to come, in one line."""
     done = f", {plan.num_done} cells are measured already" if plan.num_done else ""
+    where = f", on {plan.header.device}" if plan.config.has_own_engines else ""
     return (
         f"{len(plan.arms)} arms on {', '.join(plan.sets)}: {plan.num_cells} cells, {plan.num_requests} "
-        f"requests of at most {plan.config.max_tokens} tokens, on {plan.header.device}{done}"
+        f"requests of at most {plan.config.max_tokens} tokens{where}{done}"
     )
 
 
