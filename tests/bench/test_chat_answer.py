@@ -164,3 +164,8 @@ def test_the_tokens_of_chunks_add_up(texts, new_tokens, data):
 
 def test_no_rounds():
     assert sglang_rounds({"finish_reason": None}) == (0, {})
+
+
+def test_more_accept_lengths_than_a_tree_can_have_are_refused():
+    with pytest.raises(ServerError, match="SGLang's figures"):
+        sglang_rounds({"spec_verify_ct": 1, "spec_correct_drafts_histogram": [1] * 1026})

@@ -66,7 +66,7 @@ def test_what_finds_no_room_is_said():
 
 
 def test_without_accept_lengths_nothing_is_predicted():
-    with pytest.raises(ConfigError, match="accept lengths"):
+    with pytest.raises(ConfigError, match="no accept length is known"):
         predict_elsewhere([Measured(CHAIN, 1, (Trial("a", 1, 1.0),))], QWEN, Elsewhere("H200"), 0.0, ())
 
 

@@ -216,7 +216,20 @@ def test_an_arm_and_its_name(text, arm):
     assert str(arm) == text
 
 
-@pytest.mark.parametrize("text", ["embedded tree", "embedded tree:0", "embedded beam", "embedded ar:4"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        " ar",
+        "embedded ",
+        "embedded tree",
+        "embedded tree:0",
+        "embedded tree:064",
+        "embedded beam",
+        "embedded ar:4",
+    ],
+)
 def test_a_name_that_is_no_arms_is_refused(text):
     with pytest.raises(ConfigError):
         Arm.parse(text)
@@ -256,6 +269,7 @@ def test_a_cell_without_requests_is_none():
         {"accept_histogram": {"1": None}},
         {"accept_histogram": {"1": 0}},
         {"accept_histogram": {"1": 1e308}},
+        {"accept_histogram": {"1026": 1}},
         {"rank_histogram": {"x": 1}},
         {"stages_ms": {"verify": -1}},
         {"between_tokens_ms": {"50": float("nan")}},

@@ -10,6 +10,7 @@ from typing import Any
 
 from ddtree.bench.http_client import Received, ServerError, error_text
 from ddtree.bench.measure import Answer
+from ddtree.bench.run_checks import MAX_ACCEPT_LENGTH
 from ddtree.bench.stream_events import Event, stream_events
 from ddtree.config import is_int, is_number
 from ddtree.errors import short_repr
@@ -178,7 +179,8 @@ def sglang_rounds(details: Mapping[str, Any]) -> tuple[int, dict[int, int]]:
     """
     rounds = details.get("spec_verify_ct", 0)
     counts = details.get("spec_correct_drafts_histogram") or []
-    if not _is_count(rounds) or not isinstance(counts, list) or not all(map(_is_count, counts)):
+    is_known = _is_count(rounds) and isinstance(counts, list) and len(counts) <= MAX_ACCEPT_LENGTH
+    if not is_known or not all(map(_is_count, counts)):
         raise ServerError(f"SGLang's figures of a request cannot be read: {short_repr(details)}")
     return rounds, {drafts + 1: count for drafts, count in enumerate(counts) if count}
 

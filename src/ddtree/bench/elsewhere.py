@@ -113,8 +113,11 @@ def predict_elsewhere(
         pair, machine.spec, calibration, fitted.error, machine.context_tokens, machine.tp_size
     )
     by_load = {load: forecasts(lengths, (times,), plans, load) for load in dict.fromkeys(machine.concurrency)}
-    check(any(len(found) > 1 for found in by_load.values()), "accept lengths", None,
-          "of a chain or a tree", "measure some, with rounds told")  # fmt: skip
+    if all(len(found) < 2 for found in by_load.values()):
+        raise ConfigError(
+            "nothing can be predicted, since no accept length is known: measure a chain or a tree on an "
+            "engine that tells its rounds"
+        )
     count = f"{machine.tp_size} x " if machine.tp_size > 1 else ""
     made = group_advice(
         f"sglang on {count}{machine.spec.name}", temperature, tuple(sets), dict(by_load), {}, (times,)

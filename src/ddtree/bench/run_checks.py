@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ddtree.config import is_int, is_number
+from ddtree.config import MAX_NODE_BUDGET, is_int, is_number
 from ddtree.errors import short_repr
 
 LARGEST_COUNT = 2**53
+MAX_ACCEPT_LENGTH = MAX_NODE_BUDGET + 1  # of a tree that is one path, with the bonus token
 
 
 def check_cell(record: Mapping[str, Any]) -> None:
@@ -70,6 +71,10 @@ def _is_histogram(value: Any) -> bool:
     )
 
 
+def _is_length_histogram(value: Any) -> bool:
+    return _is_histogram(value) and all(int(name) <= MAX_ACCEPT_LENGTH for name in value)
+
+
 def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or is_right(value)
 
@@ -83,7 +88,7 @@ CELL: Mapping[str, Callable[[Any], bool]] = {
     "wall_s": lambda value: _is_amount(value) and value > 0,
     "requests": _is_object,
     "between_tokens_ms": _or_none(_is_amounts),
-    "accept_histogram": _or_none(_is_histogram),
+    "accept_histogram": _or_none(_is_length_histogram),
     "rank_histogram": _or_none(_is_histogram),
     "stages_ms": _or_none(_is_amounts),
     "peak_memory_bytes": _or_none(_is_count),

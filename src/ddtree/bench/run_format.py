@@ -52,12 +52,17 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """The arm that `str` wrote, such as `embedded tree:64`, `sglang chain` or `http://host:1/v1`."""
+        """The arm that `str` wrote, such as `embedded tree:64`, `sglang chain` or `http://host:1/v1`.
+
+        Raises:
+            ConfigError: `str` writes no such arm.
+        """
         engine, _, plan = text.partition(" ")
-        if not plan:
-            return cls(engine, None)
         mode, _, budget = plan.partition(":")
-        return cls(engine, parse_mode(mode), parse_budget(budget) if budget else 0)
+        arm = cls(engine, parse_mode(mode) if plan else None, parse_budget(budget) if budget else 0)
+        check(bool(engine) and str(arm) == text, "arm", text, "an engine and how it decodes, as in "
+              "'embedded tree:16'")  # fmt: skip
+        return arm
 
     def __str__(self) -> str:
         return f"{self.engine} {self.plan}".rstrip()
