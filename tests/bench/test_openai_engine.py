@@ -52,6 +52,13 @@ def test_the_parts_of_a_url(url, address):
     assert address_of(url) == address
 
 
+@pytest.mark.parametrize("user", ["me:secret", "secret", ":secret", "a@b:secret"])
+def test_a_url_with_a_password_is_refused_without_showing_it(user):
+    with pytest.raises(ConfigError, match="no user and password") as raised:
+        address_of(f"http://{user}@host:8000/v1")
+    assert "secret" not in str(raised.value)
+
+
 def test_a_url_with_a_query_is_refused():
     with pytest.raises(ConfigError, match="no query"):
         address_of("http://h/v1?key=1")

@@ -112,10 +112,10 @@ def test_the_report_says_what_to_set_how_it_was_run_and_what_others_published(un
 
 def test_an_arm_that_failed_is_told_first(undrawn):
     run = small_run()
-    run.engines["sglang chain"] = {"error": "CUDA out of memory"}
+    run.engines["sglang chain"] = {"error": "sglang chain, start: CUDA out of memory"}
     text = report_files(make_report([run]))["report.md"].decode()
     glance = text.split("## At a glance")[1].split("## ")[0]
-    assert "sglang chain was not measured, or not to its end: CUDA out of memory" in glance
+    assert "sglang chain was not measured, or not to its end: start: CUDA out of memory" in glance
 
 
 def test_runs_stand_side_by_side_and_are_not_compared(undrawn):

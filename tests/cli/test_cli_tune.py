@@ -53,6 +53,15 @@ def test_a_run_gives_tables_reasons_and_flags(command, run_file):
     )
 
 
+def test_a_run_that_measured_nothing_says_why(refused, tmp_path):
+    path = tmp_path / "failed.jsonl"
+    writer = RunWriter(path, RunHeader({}, {}, {"target": {"name": "m"}, "drafter": None}, "x"))
+    writer.engine("sglang ar", {"error": "sglang ar, start: CUDA out of memory"})
+    assert "no measured cell yet; sglang ar failed: start: CUDA out of memory" in refused(
+        "tune", "--from", str(path)
+    )
+
+
 def test_the_json_of_a_run(command, run_file):
     code, out, _ = command("tune", "--from", run_file, "--json", "--concurrency", "2")
     document = json.loads(out)

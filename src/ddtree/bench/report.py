@@ -113,14 +113,18 @@ def named_runs(runs: Sequence[Run]) -> dict[str, Run]:
     return named
 
 
+def check_measured(run: Run) -> None:
+    """Raise `ConfigError` for a run without cells, with what its arms failed of."""
+    if run.cells:
+        return
+    told = "".join(f"; {arm} failed: {why}" for arm, why in failures(run)[:3])
+    raise ConfigError(f"{short_repr(run.source)} has no measured cell yet{told}; give its command again")
+
+
 def check_alike(named: Mapping[str, Run]) -> None:
     """Raise `ConfigError` for runs without cells, or whose figures may not stand side by side."""
     for run in named.values():
-        if not run.cells:
-            told = "".join(f"; {arm} failed: {why}" for arm, why in failures(run)[:3])
-            raise ConfigError(
-                f"{short_repr(run.source)} has no measured cell yet{told}: give its command again"
-            )
+        check_measured(run)
     for one, other in combinations(named.values(), 2):
         differences = unlike_workloads(one.header, other.header)
         if differences:

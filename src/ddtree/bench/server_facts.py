@@ -53,9 +53,14 @@ def address_of(url: str) -> Address:
     """The parts of a URL, `/v1` where it has no path.
 
     Raises:
-        ConfigError: it has a query.
+        ConfigError: it has a query, or a user and password, which would stand in the run's file.
     """
     parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"the URL of {parts.netloc.rpartition('@')[2]} is not allowed: no user and password, which would "
+            "stand in the run's file; name the environment variable that holds an API key with --api-key-env"
+        )
     if parts.query:
         raise ConfigError(
             f"the URL {short_repr(url)} is not allowed: no query; end it at the path, such as /v1"

@@ -205,8 +205,12 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def failures(run: Run) -> list[tuple[str, str]]:
-    """Arms whose engine did not start or died, and what it said."""
-    return [(arm, str(info["error"])) for arm, info in run.engines.items() if "error" in info]
+    """Arms whose engine did not start or died, and what it said, without the arm's name before it."""
+    return [
+        (arm, str(info["error"]).removeprefix(f"{arm}, "))
+        for arm, info in run.engines.items()
+        if "error" in info
+    ]
 
 
 def commands(run: Run) -> list[str]:

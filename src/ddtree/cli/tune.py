@@ -142,9 +142,11 @@ def _from_run(
 ) -> Recommendation:
     from ddtree.bench.elsewhere import with_group
     from ddtree.bench.recommendation import recommend
+    from ddtree.bench.report import check_measured
     from ddtree.bench.run_format import read_run
 
     found = read_run(path)
+    check_measured(found)
     made = recommend(found, loads, budgets)
     if there is None:
         return made
