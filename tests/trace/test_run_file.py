@@ -93,6 +93,14 @@ def test_texts_are_read_by_the_tokenizer(tmp_path):
         read_run(tmp_path / "o.jsonl")
 
 
+@pytest.mark.parametrize("changes", [{"prompt": "a\ud800"}, {"text": "\udfffb"}])
+def test_a_text_that_no_tokenizer_reads_is_refused(tmp_path, changes):
+    row = {"prompt": "ab", "text": "cd", "sampling": {"temperature": 0}} | changes
+    path = write_outputs(tmp_path / "o.jsonl", [row])
+    with pytest.raises(ConfigError, match=r"line 1 has a (prompt|text) with half a surrogate pair"):
+        read_run(path, Bytes())
+
+
 @pytest.mark.parametrize(
     ("row", "told"),
     [
@@ -103,6 +111,8 @@ def test_texts_are_read_by_the_tokenizer(tmp_path):
         (ROW | {"sampling": {}}, "no sampling with a temperature"),
         (ROW | {"sampling": {"temperature": 0, "typical_p": 0.4}}, "typical_p=0.4"),
         (ROW | {"sampling": {"temperature": "warm"}}, "temperature='warm'"),
+        (ROW | {"sampling": {"temperature": -1}}, "temperature=-1"),
+        (ROW | {"sampling": {"temperature": 1, "seed": 2**63}}, "seed=9223372036854775808"),
         (ROW | {"sampling": {"temperature": 0, "repetition_penalty": 0}}, "repetition_penalty=0"),
         (ROW | {"finish_reason": "tired"}, "finish_reason"),
         (ROW | {"accept_lengths": [0]}, "accept_lengths"),

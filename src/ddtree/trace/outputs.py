@@ -132,8 +132,10 @@ def _read(given: str, name: str, value: Any) -> Any:
     """One value in the type of its field."""
     try:
         if name in ("top_k", "min_new_tokens", "seed", "max_tokens"):
-            number = int(value)
-            return (number if 0 < number < SGLANG_ALL else 0) if name == "top_k" else number
+            whole = int(value)
+            if name == "seed" and not -(2**63) <= whole < 2**63:
+                raise ValueError
+            return (whole if 0 < whole < SGLANG_ALL else 0) if name == "top_k" else whole
         if name == "logit_bias":
             return {int(token): float(bias) for token, bias in value.items()}
         if name == "stop":
@@ -145,7 +147,10 @@ def _read(given: str, name: str, value: Any) -> Any:
             return json.dumps(value) if isinstance(value, dict) else str(value)
         if name == "ignore_eos":
             return bool(value)
-        return _float(value, is_factor=name == "repetition_penalty")
+        number = _float(value, is_factor=name == "repetition_penalty")
+        if name == "temperature" and number < 0:
+            raise ValueError
+        return number
     except (AttributeError, OverflowError, TypeError, ValueError):
         raise ConfigError(f"sampling has {given}={short_repr(value)}, which is no value of it") from None
 

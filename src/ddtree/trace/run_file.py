@@ -253,6 +253,8 @@ def _tokens_of(
     _ensure(isinstance(text, str) and text != "", where, f"neither {tokens_name} nor a {text_name}")
     if tokenizer is None:
         raise ConfigError(f"{where} has a {text_name} without {tokens_name}: name the model that reads it")
+    is_whole = not any("\ud800" <= sign <= "\udfff" for sign in str(text))
+    _ensure(is_whole, where, f"a {text_name} with half a surrogate pair, which no tokenizer reads")
     found = tokenizer.encode(str(text), add_special_tokens=add_special_tokens)
     _ensure(bool(found), where, f"a {text_name} that gives no token")
     return tuple(found), str(text)
