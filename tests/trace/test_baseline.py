@@ -26,8 +26,12 @@ def test_prompts_are_read_from_every_kind_of_line(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "row", [{}, {"prompt": " "}, {"turns": []}, {"prompt_tokens": [1.5]}, {"prompt_tokens": []}]
-)
+    "row",
+    [
+        {}, {"prompt": " "}, {"prompt": "a\ud800"}, {"turns": []}, {"turns": 5}, {"turns": "text"},
+        {"turns": {"0": "a"}}, {"prompt_tokens": [1.5]}, {"prompt_tokens": []},
+    ],
+)  # fmt: skip
 def test_lines_without_a_prompt_are_told(tmp_path, row):
     with pytest.raises(ConfigError, match="line 2 is no prompt"):
         read_prompts(prompts_file(tmp_path / "p.jsonl", [{"prompt": "a"}, row]))

@@ -89,9 +89,12 @@ def _prompt(values: dict[str, Any]) -> Prompt:
         if not (isinstance(tokens, list) and tokens and all(map(is_int, tokens))):
             raise ValueError(f"prompt_tokens={short_repr(tokens)}")
         return tuple(tokens)
-    text = values["prompt"] if "prompt" in values else (values.get("turns") or [None])[0]
+    turns = values.get("turns")
+    first = turns[0] if isinstance(turns, list) and turns else None
+    text = values.get("prompt", first)
     if not isinstance(text, str) or not text.strip():
         raise ValueError("no text")
+    text.encode()  # a ValueError where it has half a surrogate pair
     return text
 
 
