@@ -1,5 +1,6 @@
 """Whole files replayed and compared against a tiny target, texts included."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -160,6 +161,33 @@ def test_plain_outputs_without_a_near_tie_give_the_least_gap_of_the_format(
     assert report.eps_source.startswith(f"the least in {dtype}, since the largest gap of")
     paths = plain, write_outputs(tmp_path / "wrong", [wrong])
     assert compare_files(*paths, ReplayOptions(model="tiny", eps_from=plain), load).eps == floor
+
+
+def test_wrong_tokens_of_a_16_bit_replay_are_judged_in_float32(traces, load, tmp_path, model):
+    row = outputs_of(traces, dtype="bfloat16")
+    wrong = row | {"tokens": [*row["tokens"][:9], (row["tokens"][9] + 1) % VOCAB_SIZE, *row["tokens"][10:]]}
+    coarse = copy.deepcopy(model)
+    with torch.no_grad():
+        coarse.lm_head.weight.add_(torch.randn_like(coarse.lm_head.weight))
+    replayers = {"bfloat16": Replayer(coarse, ()), "float32": Replayer(model, ())}
+    options = ReplayOptions(eps=0.01)
+    report = replay_file(write_outputs(tmp_path / "o", [row]), options, lambda name, dtype: replayers[dtype])
+    assert report.is_clean
+    assert report.judged.max_gap > 0.01
+    assert report.judged.rounded
+    assert any(line.startswith("rounding of the replay, line 1: token") for line in replay_lines(report))
+
+    both = write_outputs(tmp_path / "both", [row, wrong])
+    judged = replay_file(both, options, lambda name, dtype: replayers[dtype]).judged
+    assert {name for name, _ in judged.violations} == {"line 2"}
+    assert judged.violations[0][1].index == 9
+
+    def no_room(name, dtype):
+        if dtype == "float32":
+            raise torch.OutOfMemoryError
+        return replayers[dtype]
+
+    assert not replay_file(tmp_path / "o", options, no_room).judged.is_lossless
 
 
 def test_a_files_own_plain_outputs_calibrate_it(traces, load, tmp_path, model):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ddtree.config import is_number
 from ddtree.errors import ConfigError, short_repr
@@ -142,6 +145,7 @@ def replay_file(path: Path, options: ReplayOptions, load: Load | None = None) ->
         replayer, [answer.output for answer in fitted], eps,
         context if run.context_tokens is not None else None, plant=True,
         overrun_tokens=_overrun_tokens(run), watch=figures.add,
+        exact=None if dtype == "float32" else partial(_exact, load or options.replayer, model, replayer),
     )  # fmt: skip
     findings = (*round_findings(run), *causes(replayer, fitted, judged, figures))
     return ReplayReport(run, model, dtype, source, judged, findings)
@@ -201,6 +205,16 @@ def check_tokens(run: Run, replayer: Replayer) -> None:
                     f"{run.source}, {output.name}: the token {token} is not the target's, whose ids go "
                     f"from 0 to {replayer.vocab_size - 1}"
                 )
+
+
+def _exact(load: Load, model: str, replayer: Replayer) -> Replayer | None:
+    """The target in float32 beside `replayer`, None where the device has no room for it."""
+    try:
+        exact = load(model, "float32")
+    except torch.OutOfMemoryError:
+        return None
+    exact.make_masks = replayer.make_masks
+    return exact
 
 
 def _check_replayable(output: Output, path: Path) -> None:

@@ -34,6 +34,8 @@ class Judged:
         eps: the largest gap that was allowed.
         num_not_best: tokens with a gap above 0, allowed or not.
         violations: each wrong token with the name of its output.
+        rounded: tokens that would be wrong by the replay's 16-bit format, while the target in float32
+            chooses them too: there the replay rounded, not the engine.
         endings: outputs that ended where they should not have, with the reason.
         known_endings: those of SGLang 0.5.17 that speculation gives there (`is_overrun`).
         num_planted, num_planted_found, smallest_planted_gap: faults planted into copies of outputs.
@@ -46,6 +48,7 @@ class Judged:
     max_gap: float = 0.0
     gaps_above: list[int] = field(default_factory=lambda: [0] * len(GAP_STEPS))
     violations: list[tuple[str, Violation]] = field(default_factory=list)
+    rounded: list[tuple[str, Violation]] = field(default_factory=list)
     endings: list[tuple[str, str]] = field(default_factory=list)
     known_endings: list[tuple[str, str]] = field(default_factory=list)
     num_planted: int = 0
@@ -77,6 +80,7 @@ class Judged:
             "max_gap": self.max_gap,
             "gaps_above": dict(zip(map(str, GAP_STEPS), self.gaps_above, strict=True)),
             "violations": [{"output": name, **asdict(found)} for name, found in self.violations],
+            "rounded": [{"output": name, **asdict(found)} for name, found in self.rounded],
             "endings": [{"output": name, "problem": problem} for name, problem in self.endings],
             "known_endings": [{"output": name, "problem": problem} for name, problem in self.known_endings],
             "planted": self.num_planted,
@@ -94,6 +98,7 @@ def judge_outputs(
     plant: bool = False,
     overrun_tokens: int = 0,
     watch: Callable[[int, Tensor], None] | None = None,
+    exact: Callable[[], Replayer | None] | None = None,
 ) -> Judged:
     """Replay every token of finished outputs, each of at least one token.
 
@@ -103,6 +108,8 @@ def judge_outputs(
         plant: exchange tokens in copies of some outputs, to see that the replay finds such faults.
         overrun_tokens: the longest round of an engine that keeps overruns, else 0.
         watch: is told of each output's index and the target's logits [n, V] at its tokens.
+        exact: loads the target in float32, or says that it cannot be had, where a 16-bit replay finds wrong
+            tokens: a single near tie can round by far more than the largest of many.
     """
     judged = Judged(eps)
     for index, logits in replayer.logits(outputs):
@@ -122,8 +129,25 @@ def judge_outputs(
             (judged.known_endings if is_known else judged.endings).append((output.name, problem))
         if plant and verdict.num_tokens >= PLANT_TOKENS and judged.num_planted < PLANTED:
             _plant(replayer, output, judged)
+    if exact is not None and judged.violations:
+        _look_again(exact(), outputs, judged)
     _sort(judged, outputs)
     return judged
+
+
+def _look_again(exact: Replayer | None, outputs: Sequence[Output], judged: Judged) -> None:
+    """Set aside wrong tokens that the target in float32 chooses, within eps."""
+    if exact is None:
+        return
+    names = {name for name, _ in judged.violations}
+    again = [output for output in outputs if output.name in names]
+    wrong = {(again[index].name, violation.index)
+             for index, logits in exact.logits(again)
+             for violation in exact.judge(again[index], judged.eps, logits).violations}  # fmt: skip
+    found, judged.violations = judged.violations, []
+    for name, violation in found:
+        is_wrong = (name, violation.index) in wrong
+        (judged.violations if is_wrong else judged.rounded).append((name, violation))
 
 
 def _plant(replayer: Replayer, output: Output, judged: Judged) -> None:
@@ -140,7 +164,7 @@ def _plant(replayer: Replayer, output: Output, judged: Judged) -> None:
 def _sort(judged: Judged, outputs: Sequence[Output]) -> None:
     """Put findings in the order of the outputs; they were replayed by length."""
     places = {output.name: place for place, output in enumerate(outputs)}
-    for found in (judged.violations, judged.endings, judged.known_endings):
+    for found in (judged.violations, judged.rounded, judged.endings, judged.known_endings):
         found.sort(key=lambda entry: places[entry[0]])
 
 

@@ -28,6 +28,12 @@ def replay_lines(report: ReplayReport) -> Iterator[str]:
         yield f"{counted(run.num_unfinished, 'request')} not finished, left out"
     for name, problem in judged.known_endings[:SHOWN]:
         yield f"known ending, {name}: {problem} (SGLang 0.5.17 keeps what a round has behind an end token)"
+    for name, found in judged.rounded[:SHOWN]:
+        yield (
+            f"rounding of the replay, {name}: token {found.index} (position {found.position}) is "
+            f"{found.emitted}, which the target chooses in float32; in {report.dtype} it says "
+            f"{found.expected}, gap {found.gap:.4g}"
+        )
     wrong = judged.first_violations()
     for name, found, number in wrong[:SHOWN]:
         more = f"; {number} wrong tokens in this output" if number > 1 else ""
