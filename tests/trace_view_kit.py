@@ -37,7 +37,9 @@ def rounds(draw: Any, position: int, root: int, number: int = 1, id: str = "r0")
     path = [0]
     while (children := [node for node in range(count) if parents[node] == path[-1]]) and draw(st.booleans()):
         path.append(draw(st.sampled_from(children)))
-    accept = (*(tokens[node] for node in path[1:]), draw(TOKENS))
+    carried = {tokens[node] for node in range(count) if parents[node] == path[-1]}
+    bonus = draw(TOKENS.filter(lambda token: token not in carried))  # else the walk would have gone on
+    accept = (*(tokens[node] for node in path[1:]), bonus)
     is_full = draw(st.booleans())
     return TraceRound(
         id=id,
