@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import re
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +72,42 @@ def test_a_path_that_cannot_be_one_is_refused(tmp_path, name, said):
     (tmp_path / "null").symlink_to(os.devnull)
     with pytest.raises(ConfigError, match=said):
         outputs_of(tmp_path, name).check({})
+
+
+def names_of(*engines):
+    outputs = OutputsFile(Path("runs/outputs.jsonl"), engines, "m", Path("run.jsonl"))
+    assert {path.parent for path in outputs.paths} == {Path("runs")}
+    return [path.name for path in outputs.paths]
+
+
+def test_ordinary_engines_are_named_by_host_and_port():
+    urls = ("http://h:1/v1", "https://h/v1", "http://127.0.0.1:30000/v1")
+    assert names_of("embedded", "sglang", *urls) == [
+        "outputs-embedded.jsonl",
+        "outputs-sglang.jsonl",
+        "outputs-h-1.jsonl",
+        "outputs-h-https.jsonl",
+        "outputs-127.0.0.1-30000.jsonl",
+    ]
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        ("http://h:1/v1#A", "http://h:1/v1#B"),
+        ("http://h:1/a/v1", "http://h:1/b/v1"),
+        ("http://h:1/v1", "https://h:1/v1", "http://H:1/v1"),
+        (f"http://{'a' * 100}:1/v1", f"http://{'b' + 'a' * 99}:1/v1"),
+    ],
+)
+def test_servers_of_one_host_and_port_have_files_of_their_own(engines):
+    names = names_of(*engines, "http://other:1/v1")
+    assert len(set(names)) == len(engines) + 1
+    assert names[-1] == "outputs-other-1.jsonl"
+    assert names_of("http://other:1/v1", *reversed(engines)) == names[::-1]
+
+
+@pytest.mark.parametrize("host", ["[::1]", "a\\b", "a*b", "a|b", "b\u00fccher", "..", "a" * 300])
+def test_a_host_is_made_safe_as_a_file_name(host):
+    name = names_of("embedded", f"http://{host}:8080/v1")[1]
+    assert re.fullmatch(r"outputs-[A-Za-z0-9._-]{5,64}\.jsonl", name)

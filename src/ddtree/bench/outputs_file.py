@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,9 @@ from ddtree.bench_config import EMBEDDED, SGLANG
 from ddtree.config import Mode, check
 from ddtree.errors import ConfigError, short_repr
 
+UNSAFE = re.compile(r"[^\w.\-]+", re.ASCII)
+MAX_SHORT_NAME = 64  # signs; a file's name may have 255 bytes
+CHECKSUM_DIGITS = 8
 FINISHES = ("stop", "length", "cancel", "abort")
 
 
@@ -112,11 +116,17 @@ class OutputsFile:
         return [self.path_of(engine) for engine in self.engines]
 
     def path_of(self, engine: str) -> Path:
-        """The file of an engine, such as `outputs-sglang.jsonl`; with one engine `path` itself."""
+        """The file of an engine, such as `outputs-sglang.jsonl`; with one engine `path` itself.
+
+        A server's file is named by its host and port, and where two servers share those by a checksum of
+        the whole URL, too.
+        """
         if len(self.engines) == 1:
             return self.path
-        parts = urlsplit(engine)
-        short = f"{parts.hostname}-{parts.port or parts.scheme}" if parts.hostname else engine
+        short = _short_name(engine)
+        if any(other != engine and _short_name(other) == short for other in self.engines):
+            # Of the name alone, so that the order of the engines makes no difference.
+            short = f"{short}-{hashlib.sha256(engine.encode()).hexdigest()[:CHECKSUM_DIGITS]}"
         return self.path.with_name(f"{self.path.stem}-{short}{self.path.suffix}")
 
     def add(
@@ -188,6 +198,13 @@ class _Contents:
     def add(self, data: bytes) -> None:
         self.num_bytes += len(data)
         self.sha256.update(data)
+
+
+def _short_name(engine: str) -> str:
+    """An engine in a file's name: a server by its host and port, without signs that mean something there."""
+    parts = urlsplit(engine)
+    short = f"{parts.hostname}-{parts.port or parts.scheme}" if parts.hostname else engine
+    return UNSAFE.sub("_", short)[-MAX_SHORT_NAME:]
 
 
 def _line(answer: Answer, sampling: Mapping[str, Any]) -> dict[str, Any]:
