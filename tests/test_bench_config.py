@@ -20,6 +20,8 @@ URL = "http://127.0.0.1:8080/v1"
         ("engines", ("http://",)),
         ("engines", ("http://[::1/v1",)),
         ("engines", ("http://host /v1",)),
+        ("engines", ("http://host:99999/v1",)),
+        ("engines", ("http://host:0/v1",)),
         ("engines", ("embedded", "embedded")),
         ("modes", ("beam",)),
         ("modes", ()),

@@ -178,7 +178,9 @@ def _is_engine(value: Any) -> bool:
     if value in (EMBEDDED, SGLANG):
         return True
     try:
-        return is_url(value) and bool(urlsplit(value).hostname) and not any(map(str.isspace, value))
+        parts = urlsplit(value)
+        has_place = bool(parts.hostname) and parts.port != 0  # raises for a port that is none
+        return is_url(value) and has_place and not any(map(str.isspace, value))
     except ValueError:
         return False
 
