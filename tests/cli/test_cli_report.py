@@ -77,6 +77,7 @@ def test_mistakes_with_a_run_are_one_line(refused, run, tmp_path):
     assert "only with --trace" in refused("report", run, "--model", "x")
     assert "plain='nobody'" in refused("report", run, "--plain", "nobody", "--output", str(tmp_path / "out"))
     assert "give another --output" in refused("report", run, "--output", run)
+    assert "--output='' is not allowed: a folder" in refused("report", run, "--output", "")
 
 
 def test_a_file_that_is_no_run_is_refused(refused, tmp_path):

@@ -25,6 +25,7 @@ from ddtree.bench.tables import (
     plain_text,
     runs_table,
 )
+from ddtree.bench.whole_files import write_whole
 from ddtree.errors import ConfigError, short_repr
 
 TITLE = "DDTree benchmark report"
@@ -150,16 +151,15 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
     """Write files into a folder, which is made; returns their paths.
 
     Raises:
-        ConfigError: that is not possible.
+        ConfigError: that is not possible; the files of a report that was there are as they were.
     """
     make_folder(folder)
-    paths = [folder / name for name in contents]
+    placed = {folder / name: content for name, content in contents.items()}
     try:
-        for path, content in zip(paths, contents.values(), strict=True):
-            path.write_bytes(content)
+        write_whole(placed)
     except OSError as error:
         raise _cannot_write(folder, error) from error
-    return paths
+    return list(placed)
 
 
 def make_folder(folder: Path) -> None:

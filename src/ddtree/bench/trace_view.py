@@ -10,16 +10,15 @@ import base64
 import hashlib
 import html
 import json
-import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
 from ddtree.bench.trace_view_data import page_data
 from ddtree.bench.trace_view_part import Limits, TracePart, read_part
 from ddtree.bench.trace_view_text import IdTexts, Texts, find_texts
+from ddtree.bench.whole_files import write_whole
 from ddtree.errors import ConfigError, short_repr
 
 SCRIPTS = ("trace_view_tree.js", "trace_view_requests.js", "trace_view.js")  # one after the other
@@ -73,13 +72,9 @@ def write_trace_page(
     texts, problem = find_texts(part.trace.header.target.get("name"), model)
     notes = [f"Tokens are shown by their ids: {problem}."] if problem else []
     page = trace_page(part, title=trace.name, texts=texts, notes=notes)
-    unfinished = output.with_name(output.name + ".part")
     try:
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, output)
+        write_whole({output: page.encode()})
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
         raise cannot_write(output, error.strerror) from error
     return part
 

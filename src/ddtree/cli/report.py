@@ -22,9 +22,12 @@ ddtree report --trace trace.jsonl --model Qwen/Qwen3-8B
 ddtree report servers.jsonl --plain http://127.0.0.1:30000/v1"""
 
 OutputFlag = Annotated[
-    Path,
+    str,
     typer.Option(
-        "--output", help="folder of the report; made where it is not there", rich_help_panel="Output"
+        "--output",
+        help="folder of the report; made where it is not there",
+        metavar="PATH",
+        rich_help_panel="Output",
     ),
 ]
 PlainFlag = Annotated[
@@ -72,7 +75,7 @@ RunsArgument = Annotated[
 def report(
     runs: RunsArgument = [],  # noqa: B006 (typer makes a new one a call)
     *,
-    output: OutputFlag = Path("report"),
+    output: OutputFlag = "report",
     plain: PlainFlag = None,
     paper: PaperFlag = False,
     trace: TraceFlag = None,
@@ -87,7 +90,8 @@ def report(
     if not runs and trace is None:
         raise ConfigError("give the files of runs that ddtree bench wrote, or --trace FILE")
     check(model is None or trace is not None, "--model", model, "only with --trace")
-    for path in _written(runs, output, trace, plain, model, paper=paper):
+    check(output.strip() != "", "--output", output, "a folder, such as report")
+    for path in _written(runs, Path(output), trace, plain, model, paper=paper):
         write(f"{plain_text(str(path))}\n")
 
 
