@@ -14,7 +14,7 @@ from ddtree.bench.measure import figures
 from ddtree.bench.run_format import read_run
 from ddtree.bench_config import BenchConfig
 from ddtree.cli import loading
-from ddtree.cli.bench import TITLES
+from ddtree.cli.bench import READERS, TITLES, URLS
 from ddtree.config import Dtype, Mode
 from fake_server import MODELS, respond, serving
 
@@ -143,7 +143,7 @@ def test_every_flag_reaches_the_run(command, monkeypatch, tmp_path):
 
     monkeypatch.setattr("ddtree.bench.runner.plan_bench", plan)
     values = {
-        "--engine": "sglang,http://h:1/v1", "--mode": "tree, chain", "--budget": "4, 9",
+        "--engine": "embedded,sglang,http://h:1/v1", "--mode": "tree, chain", "--budget": "4, 9",
         "--concurrency": "2,8", "--temperature": "0,0.5", "--set": "gsm8k,a.jsonl", "--prompts": "3",
         "--prompt-seed": "4", "--max-tokens": "5", "--repeats": "6", "--seed": "-7", "--warm-up-tokens": "8",
         "--rank-prompts": "9", "--model": "m", "--drafter": "d", "--device": "cuda:1", "--dtype": "bfloat16",
@@ -154,7 +154,7 @@ def test_every_flag_reaches_the_run(command, monkeypatch, tmp_path):
     given = [part for pair in values.items() for part in pair]
     assert command("bench", "--output", str(tmp_path / "r"), "--run-code", *given)[0] == 130
     expected = BenchConfig(
-        engines=("sglang", "http://h:1/v1"), modes=(Mode.TREE, Mode.CHAIN), budgets=(4, 9),
+        engines=("embedded", "sglang", "http://h:1/v1"), modes=(Mode.TREE, Mode.CHAIN), budgets=(4, 9),
         concurrency=(2, 8), temperatures=(0.0, 0.5), sets=("gsm8k", "a.jsonl"), prompts=3, prompt_seed=4,
         max_tokens=5, repeats=6, seed=-7, warm_up_tokens=8, rank_prompts=9, run_code=True, model="m",
         drafter="d", device="cuda:1", dtype=Dtype.BFLOAT16, threads=2, max_context_tokens=64,
@@ -180,12 +180,35 @@ def test_every_flag_reaches_the_run(command, monkeypatch, tmp_path):
         (["--concurrency", "4"], "--concurrency=(4,) is not allowed: 1 among them"),
         (["--repeats", "0"], "--repeats=0"),
         (["--sglang-args", "'"], "--sglang-args="),
+        (["--engine", "sglang", "--dry-run", "--sglang-args", "--dtype half"], "--dtype is set by the run"),
         (["--engine", "sglang", "--dry-run", "--budget", "auto"], "whole numbers with the engine sglang"),
         (["--engine", "sglang", "--dry-run", "--sglang-args", "--mod x"], "--mod is short for --model-path"),
     ],
 )
 def test_a_mistake_is_one_line(refused, flags, given, said):
     assert said in refused(*flags, *given)
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "said"),
+    [
+        ("embedded", "--sglang-args --x --sglang-python p", "--sglang-python, --sglang-args are not read"),
+        ("embedded", "--sglang-args= --api-key-env KEY", "--sglang-args, --api-key-env are not read"),
+        ("embedded", "--request-timeout-s 600", "--request-timeout-s is not read with --engine embedded:"),
+        ("sglang", "--threads 2", "--threads is not read with --engine sglang: leave out what is not read"),
+        ("sglang", "--api-key-env KEY", "--api-key-env is not read"),
+        ("http://h:1/v1", "--drafter d --dtype bfloat16", "--drafter, --dtype are not read with --engine"),
+    ],
+)
+def test_a_flag_that_no_engine_reads_is_refused_before_anything(refused, tmp_path, engine, given, said):
+    run = tmp_path / "run.jsonl"
+    assert said in refused("bench", "--output", str(run), "--engine", engine, *given.split())
+    assert not run.exists()
+
+
+def test_who_reads_what_is_told_of_settings_alone():
+    assert set(READERS) <= {spec.name for spec in fields(BenchConfig)}
+    assert {reader for readers in READERS.values() for reader in readers} == {"embedded", "sglang", URLS}
 
 
 def test_no_file_is_refused_in_one_line(refused):

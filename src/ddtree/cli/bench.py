@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ddtree.bench_config import BenchConfig
+from ddtree.bench_config import EMBEDDED, SGLANG, BenchConfig, is_url
 from ddtree.cli import loading
 from ddtree.cli.console import StdoutConsole, messages, plain_text, write, write_json
 from ddtree.cli.exit_codes import ARMS_FAILED, TERMINATED
-from ddtree.cli.options import Output, Panel, expand_settings
+from ddtree.cli.options import Output, Panel, expand_settings, given_flags, refuse_unread
 from ddtree.cli.train_progress import BarReporter, LineReporter
 from ddtree.errors import MissingExtraError
 
@@ -47,6 +47,17 @@ TITLES = {
         SERVERS,
     ),
 }  # fmt: skip
+# Who reads a setting that not every engine reads; URLS stands for all servers that run already.
+URLS = "a URL"
+READERS = {
+    **dict.fromkeys(("drafter", "device", "dtype"), (EMBEDDED, SGLANG)),
+    **dict.fromkeys(("threads", "max_context_tokens"), (EMBEDDED,)),
+    **dict.fromkeys(
+        ("sglang_python", "sglang_args", "memory_share", "servers_at_once", "start_timeout_s"), (SGLANG,)
+    ),
+    "request_timeout_s": (SGLANG, URLS),
+    "api_key_env": (URLS,),
+}
 MISSING = "-"
 COLUMNS = ("tokens/s", "x plain", "x chain", "accept length", "first token ms", "gap p50/p99 ms", "right")
 PACKAGES = (*loading.ENGINE_PACKAGES, "httpx")
@@ -55,6 +66,7 @@ PACKAGES = (*loading.ENGINE_PACKAGES, "httpx")
 @expand_settings
 def bench(
     *,
+    context_of_call: typer.Context,
     run: Annotated[
         Path, typer.Option("--output", help="the run's file, JSON Lines; a run that is there is gone on with",
                            metavar="FILE", rich_help_panel="Benchmark"),
@@ -79,6 +91,7 @@ def bench(
 
     Ends with 0, or 1 when an engine did not start or died and the others were measured. Then: ddtree report.
     """
+    _refuse_unread(given_flags(context_of_call), config)
     with messages(output) as stderr, _needed_packages():
         from ddtree.bench.engines import Engines
         from ddtree.bench.runner import check_files, log_folder, measure, plan_bench
@@ -97,6 +110,13 @@ def bench(
         _show(result, run, stderr, as_json=output.as_json)
     if result.failures:
         raise typer.Exit(ARMS_FAILED)
+
+
+def _refuse_unread(given: Mapping[str, str], config: BenchConfig) -> None:
+    """Refuse flags that none of the engines reads."""
+    engines = {URLS if is_url(engine) else engine for engine in config.engines}
+    unread = {name for name, readers in READERS.items() if engines.isdisjoint(readers)}
+    refuse_unread(given, unread, f"with --engine {','.join(config.engines)}")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Annotated, Any, get_args, get_origin
 
@@ -147,6 +147,20 @@ def given_flags(context: typer.Context) -> dict[str, str]:
     return {
         parameter.name: parameter.opts[0] for parameter in context.command.params if parameter.name in given
     }
+
+
+def refuse_unread(given: Mapping[str, str], unread: Container[str], why: str) -> None:
+    """Raise `ConfigError` for flags that would change nothing.
+
+    Args:
+        given: flags of the command line by parameter, see `given_flags`.
+        unread: parameters that nothing reads.
+        why: where that is so, such as "without --gpu".
+    """
+    flags = [flag for name, flag in given.items() if name in unread]
+    if flags:
+        are = "is" if len(flags) == 1 else "are"
+        raise ConfigError(f"{', '.join(flags)} {are} not read {why}: leave out what is not read")
 
 
 def _panel_of(parameter: inspect.Parameter) -> Panel | None:

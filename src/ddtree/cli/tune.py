@@ -14,7 +14,7 @@ from rich.table import Table
 from ddtree.cli import loading
 from ddtree.cli.console import StdoutConsole, messages, plain_text, write, write_json
 from ddtree.cli.exit_codes import INTERRUPTED
-from ddtree.cli.options import Output, Panel, expand_settings, given_flags
+from ddtree.cli.options import Output, Panel, expand_settings, given_flags, refuse_unread
 from ddtree.cli.train_progress import BarReporter
 from ddtree.config import EngineConfig, Mode
 from ddtree.errors import ConfigError
@@ -118,14 +118,8 @@ def _refuse_unread(given: Mapping[str, str], *, is_read: bool, is_elsewhere: boo
     measuring = {spec.name for kind in (TuneConfig, EngineConfig) for spec in fields(kind)} - {"budgets"}
     if is_elsewhere:
         measuring -= {"model", "drafter"}  # of a run that does not name them
-    for why, names in (
-        ("with --from, which measures nothing", measuring if is_read else set()),
-        ("without --gpu", set() if is_elsewhere else {"tp", "context"}),
-    ):
-        unread = [flag for name, flag in given.items() if name in names]
-        if unread:
-            are = "is" if len(unread) == 1 else "are"
-            raise ConfigError(f"{', '.join(unread)} {are} not read {why}: leave out what is not read")
+    refuse_unread(given, measuring if is_read else (), "with --from, which measures nothing")
+    refuse_unread(given, () if is_elsewhere else ("tp", "context"), "without --gpu")
 
 
 def _loads(text: str) -> tuple[int, ...]:
