@@ -125,7 +125,15 @@ def test_what_is_not_there_is_told_before_anything_is_loaded(tmp_path, config_of
     assert not (tmp_path / "run.jsonl").exists()
 
 
-def test_a_plan_writes_nothing_and_tells_what_is_left_out(tmp_path, config_of):
+@pytest.fixture
+def looked_at(monkeypatch):
+    """The arms for which a Python with SGLang was looked for; it is always there."""
+    looked = []
+    monkeypatch.setattr("ddtree.bench.runner.check_python", lambda config, arms: looked.extend(arms))
+    return looked
+
+
+def test_a_plan_writes_nothing_and_tells_what_is_left_out(tmp_path, config_of, looked_at):
     config = config_of(engines=("embedded", "sglang"), concurrency=(1, 4))
     output = tmp_path / "run.jsonl"
     plan = plan_bench(config, output, Engines(config, log_folder(output)))
@@ -133,10 +141,11 @@ def test_a_plan_writes_nothing_and_tells_what_is_left_out(tmp_path, config_of):
     assert any("without it at concurrency 4" in notice for notice in plan.notices)
     assert list(tmp_path.glob("run*")) == []
     assert log_folder(output) == tmp_path / "run-logs"
+    assert [str(arm) for arm in looked_at] == ["sglang ar", "sglang chain", "sglang tree:6"]
 
 
 def test_a_prompt_too_long_for_the_embedded_engine_is_refused_in_the_plan(
-    tmp_path, config_of, monkeypatch, prompts
+    tmp_path, config_of, monkeypatch, prompts, looked_at
 ):
     def refuse(config, sets):
         raise ContextLengthError(", ".join(found.name for found in sets))

@@ -189,6 +189,21 @@ def test_a_mistake_is_one_line(refused, flags, given, said):
     assert said in refused(*flags, *given)
 
 
+def test_a_python_without_sglang_is_one_error_at_the_plan(refused, flags, loads, tmp_path):
+    """Also where another engine was to be measured first, after which each arm would fail by itself."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho missing: "$3"\n')
+    python.chmod(0o755)
+    message = refused(*flags, "--engine", "embedded,sglang", "--sglang-python", str(python))
+    assert f"the engine sglang cannot start, since {python} has no sglang: install" in message
+    assert "--sglang-python" in message
+    assert loads == []
+    assert not (tmp_path / "run.jsonl").exists()
+    assert "no-such' is not allowed: a Python" in refused(
+        *flags, "--engine", "sglang", "--sglang-python", str(tmp_path / "no-such")
+    )
+
+
 @pytest.mark.parametrize(
     ("engine", "given", "said"),
     [

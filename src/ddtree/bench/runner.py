@@ -27,6 +27,7 @@ from ddtree.bench.run_format import Arm, Run, RunHeader
 from ddtree.bench.run_writer import RunWriter, read_like
 from ddtree.bench.sandbox import SandboxError, missing_protections
 from ddtree.bench.sglang_launch import check_flags, num_server_gpus
+from ddtree.bench.sglang_python import check_python
 from ddtree.bench.sweep import Opener, Reporter, SilentReporter, Sweep
 from ddtree.bench_config import EMBEDDED, SGLANG, BenchConfig, ServersAtOnce, is_url
 from ddtree.config import check
@@ -82,8 +83,8 @@ def plan_bench(config: BenchConfig, output: Path, engines: Engines) -> Plan:
     """What a run would measure; writes nothing.
 
     Raises:
-        ConfigError: a set cannot be read, the file is no run, nothing can be measured, or a prompt does not
-            fit the embedded engine's context.
+        ConfigError: a set cannot be read, the file is no run, nothing can be measured, a prompt does not
+            fit the embedded engine's context, or SGLang is to be started and is not there.
         DDTreeError: a model cannot be found, or a server at a URL does not answer.
     """
     if SGLANG in config.engines:
@@ -97,6 +98,9 @@ def plan_bench(config: BenchConfig, output: Path, engines: Engines) -> Plan:
     groups = plan_groups(arms, config, done)
     if any(arm.engine == EMBEDDED for group in groups for arm in group.arms):
         check_lengths(config, [sets[name] for name in dict.fromkeys(group.prompt_set for group in groups)])
+    servers = [arm for arm in arms if arm.engine == SGLANG and any(arm in group.arms for group in groups)]
+    if servers:
+        check_python(config, servers)
     is_one_at_a_time = is_one_server_at_a_time(config, header)
     if is_one_at_a_time:
         groups = one_server_at_a_time(groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from ddtree.bench.plan import arms_of_modes, request_seed
 from ddtree.bench.run_format import Arm
+from ddtree.bench.sglang_python import server_python
 from ddtree.bench_config import SGLANG, BenchConfig, ServersAtOnce
 from ddtree.config import Dtype, Mode, PluginConfig
 from ddtree.errors import ConfigError
@@ -71,9 +71,8 @@ def launch_of(
     """
     check_flags(config)
     assert arm.mode is not None
-    python = config.sglang_python or sys.executable
     command = [
-        python, "-m", "sglang.launch_server",
+        server_python(config), "-m", "sglang.launch_server",
         "--model-path", str(target), "--host", HOST, "--port", str(port),
         "--max-running-requests", str(max(MIN_RUNNING_REQUESTS, *config.concurrency)),
         "--random-seed", str(request_seed(config.seed, 0)),
