@@ -114,6 +114,15 @@ def test_a_text_that_no_tokenizer_reads_is_refused(tmp_path, changes):
         (ROW | {"sampling": {"temperature": -1}}, "temperature=-1"),
         (ROW | {"sampling": {"temperature": 1, "seed": 2**63}}, "seed=9223372036854775808"),
         (ROW | {"sampling": {"temperature": 0, "repetition_penalty": 0}}, "repetition_penalty=0"),
+        (ROW | {"sampling": {"temperature": 1, "top_p": -2}}, "line 1: .*top_p=-2.0 .*: above 0, at most 1"),
+        (ROW | {"sampling": {"temperature": 1, "min_p": 7}}, "line 1: .*min_p=7.0 .*: from 0 to 1"),
+        (ROW | {"sampling": {"temperature": 1e308}}, "line 1: .*temperature=1e\\+308 .*: from 0 to 100"),
+        (ROW | {"sampling": {"temperature": float("nan")}}, "line 1"),
+        (ROW | {"sampling": {"temperature": 0, "presence_penalty": 3}}, "presence_penalty=3.0.*-2 to 2"),
+        (ROW | {"engine": "vllm"}, "line 1 has engine='vllm': embedded and sglang are known"),
+        (ROW | {"engine": None}, "line 1 has engine=None"),
+        (ROW | {"mode": "beam"}, "line 1 has mode='beam': ar, chain, tree are known"),
+        (ROW | {"mode": ["ar"]}, "line 1 has mode="),
         (ROW | {"finish_reason": "tired"}, "finish_reason"),
         (ROW | {"accept_lengths": [0]}, "accept_lengths"),
         (ROW | {"model": 3}, "model=3"),
@@ -122,6 +131,11 @@ def test_a_text_that_no_tokenizer_reads_is_refused(tmp_path, changes):
 def test_what_a_line_lacks_is_told(tmp_path, row, told):
     with pytest.raises(ConfigError, match=told):
         read_run(write_outputs(tmp_path / "o.jsonl", [row]))
+
+
+def test_sampling_out_of_its_range_is_told_with_the_request_of_a_trace(tmp_path):
+    with pytest.raises(ConfigError, match=r"t\.jsonl, r0: .*top_p=2\.0 is not allowed: above 0"):
+        read_run(write_trace(tmp_path / "t.jsonl", records(temperature=1.0, seed=1, top_p=2.0)))
 
 
 def test_a_file_is_one_run(tmp_path):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
-from ddtree.config import GREEDY_BELOW
+from ddtree.config import GREEDY_BELOW, SamplingParams
 from ddtree.errors import ConfigError, short_repr
 
 Order = Literal["embedded", "sglang"]
@@ -26,6 +25,8 @@ OTHER_NAMES = {
     "stop_regex_strs": "stop",
     "stop_strs": "stop",
 }
+# Whose ranges are those of a request to the embedded engine, which hold SGLang's.
+RANGED = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 # Of SGLang's sampling parameters: they change neither a token nor which one is the last.
 WITHOUT_EFFECT = frozenset(
     {"n", "no_stop_trim", "skip_special_tokens", "spaces_between_special_tokens", "stream_interval"}
@@ -69,7 +70,8 @@ class Sampling:
         """Read sampling parameters under our names or SGLang's.
 
         Raises:
-            ConfigError: a value of a wrong kind, or a parameter that may change tokens in an unknown way.
+            ConfigError: a value of a wrong kind or out of its range, or a parameter that may change tokens in
+                an unknown way.
         """
         known = {spec.name for spec in fields(cls)}
         read: dict[str, Any] = {}
@@ -84,6 +86,10 @@ class Sampling:
                     f"sampling has {given}={short_repr(value)}, which may change tokens in a way that is not "
                     f"known here: leave such outputs out; known are {', '.join(sorted(known))}"
                 )
+        try:
+            SamplingParams(**{name: read[name] for name in RANGED if name in read})
+        except ConfigError as error:
+            raise ConfigError(f"sampling: {error}") from None
         return cls(**read)
 
     def is_greedy(self, order: Order) -> bool:
@@ -147,19 +153,9 @@ def _read(given: str, name: str, value: Any) -> Any:
             return json.dumps(value) if isinstance(value, dict) else str(value)
         if name == "ignore_eos":
             return bool(value)
-        number = _float(value, is_factor=name == "repetition_penalty")
-        if name == "temperature" and number < 0:
-            raise ValueError
-        return number
+        return float(value)
     except (AttributeError, OverflowError, TypeError, ValueError):
         raise ConfigError(f"sampling has {given}={short_repr(value)}, which is no value of it") from None
-
-
-def _float(value: Any, *, is_factor: bool) -> float:
-    number = float(value)
-    if not math.isfinite(number) or (is_factor and number <= 0):
-        raise ValueError
-    return number
 
 
 @dataclass(frozen=True, slots=True)

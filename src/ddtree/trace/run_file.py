@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddtree.config import is_int
+from ddtree.config import Mode, is_int
 from ddtree.errors import ConfigError, short_repr
 from ddtree.trace.outputs import ORDERS, Order, Output, Sampling
 from ddtree.trace.read import TracedRequest, read_trace
@@ -114,7 +114,7 @@ def _of_trace(path: Path, order: Order | None) -> Run:
     sglang = packages.get("sglang") if isinstance(packages, dict) and own == "sglang" else None
     return Run(
         source=str(path),
-        answers=tuple(_traced_answer(each, order or own) for each in finished),
+        answers=tuple(_traced_answer(each, order or own, str(path)) for each in finished),
         order=order or own,
         target=header.target,
         drafter=header.drafter,
@@ -132,13 +132,13 @@ def _is_cut(header: TraceHeader) -> bool:
     return bool(header.settings.get("max_accept_tokens"))
 
 
-def _traced_answer(traced: TracedRequest, order: Order) -> Answer:
+def _traced_answer(traced: TracedRequest, order: Order, where: str) -> Answer:
     request, end = traced.request, traced.end
     assert end is not None
     output = Output(
         request.prompt_tokens, end.tokens, request.sampling, request.id, {"type": end.finish_reason}, order
     )
-    output.read_sampling()  # refused here, where the file is known
+    _check_sampling(output, f"{where}, {request.id}")
     return Answer(
         output=output,
         mode=request.mode,
@@ -212,7 +212,12 @@ def _answer(
         where, "no sampling with a temperature: give 0 for greedy outputs",
     )  # fmt: skip
     assert isinstance(sampling, dict)
-    own = values.get("engine", "sglang")
+    own, mode = values.get("engine", "sglang"), values.get("mode")
+    _ensure(own in ORDERS, where, f"engine={short_repr(own)}: {' and '.join(ORDERS)} are known; leave it out "
+            "for another engine, whose outputs are judged as SGLang's")  # fmt: skip
+    _ensure(
+        mode is None or mode in list(Mode), where, f"mode={short_repr(mode)}: {', '.join(Mode)} are known"
+    )
     finish = values.get("finish_reason")
     if isinstance(finish, str):
         finish = {"type": finish}
@@ -223,21 +228,26 @@ def _answer(
     if text is not None and isinstance(finish, dict):
         # Which token ended a text is not in the text.
         finish = None if finish["type"] == "stop" else finish
-    output = Output(prompt, tokens, sampling, name, finish, order or (own if own in ORDERS else "sglang"))
-    try:
-        output.read_sampling()
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
+    output = Output(prompt, tokens, sampling, name, finish, order or own)
+    _check_sampling(output, where)
     lengths = values.get("accept_lengths")
     _ensure(lengths is None or _are_ints(lengths, 1), where, f"accept_lengths={short_repr(lengths)}")
     budget = values.get("node_budget")
     return Answer(
         output=output,
-        mode=values.get("mode"),
+        mode=mode,
         node_budget=budget if budget is None or is_int(budget) else str(budget),
         accept_lengths=None if lengths is None else tuple(lengths),
         text=text,
     )
+
+
+def _check_sampling(output: Output, where: str) -> None:
+    """Refuse parameters that cannot be, here, where their place in the file is known."""
+    try:
+        output.read_sampling()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def _tokens_of(
