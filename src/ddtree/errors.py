@@ -64,6 +64,11 @@ def short_repr(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun, as a message says it."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def first_line(error: Exception) -> str:
     """What another library's error says, in one line: with the next line after a colon, or its name.
 

@@ -110,7 +110,7 @@ def test_where_servers_run_is_not_told(command, tmp_path):
             "--prompts", "1", "--repeats", "1", "--max-tokens", "12", "--dry-run",
         )  # fmt: skip
     assert code == 0
-    assert out.endswith("1 cells, 1 requests of at most 12 tokens\n")
+    assert out.endswith("1 cell, 1 request of at most 12 tokens\n")
 
 
 def test_json_has_the_figures_of_every_arm(command, flags):
@@ -224,6 +224,22 @@ def test_a_flag_that_no_engine_reads_is_refused_before_anything(refused, tmp_pat
 def test_who_reads_what_is_told_of_settings_alone():
     assert set(READERS) <= {spec.name for spec in fields(BenchConfig)}
     assert {reader for readers in READERS.values() for reader in readers} == {"embedded", "sglang", URLS}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["--mode", "ar", "--repeats", "1", "--max-tokens", "1"],
+            "1 arm on {}: 1 cell, 1 request of at most 1 token,",
+        ),
+        ([], "3 arms on {}: 6 cells, 6 requests of at most 12 tokens,"),
+    ],
+)
+def test_a_plan_counts_as_people_do(command, flags, tmp_path, given, said):
+    code, out, _ = command(*flags, "--dry-run", *given)
+    assert code == 0
+    assert out.splitlines()[-1].startswith(said.format(tmp_path / "prompts.jsonl"))
 
 
 def test_no_file_is_refused_in_one_line(refused):

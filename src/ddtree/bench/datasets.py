@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ddtree.bench.hub_sets import HUB_SETS, fetch_records
-from ddtree.config import check, is_int
-from ddtree.errors import ConfigError, short_repr
+from ddtree.config import check, is_int, is_number
+from ddtree.errors import ConfigError, counted, short_repr
 
 PROMPTS = Path(__file__).parents[1] / "data" / "prompts"
 TEXT_FIELDS = ("prompt", "question", "text")
@@ -211,9 +211,9 @@ def _answer(row: Mapping[str, Any], where: str) -> str | None:
     answer = row.get("answer")
     if answer is None or isinstance(answer, str):
         return answer
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
+    if is_number(answer):
         return str(answer)
-    raise ConfigError(f"{where}: answer={short_repr(answer)} is not allowed: text or a number")
+    raise ConfigError(f"{where}: answer={short_repr(answer)} is not allowed: text or a finite number")
 
 
 def _code(row: Mapping[str, Any], where: str) -> CodeTask | None:
@@ -238,7 +238,7 @@ def _take(prompts: Sequence[Prompt], count: int | None, seed: int | None) -> tup
 def _notice(name: str, taken: int, count: int | None) -> str:
     if count is None or taken >= count:
         return ""
-    return f"{name} has {taken} prompts, fewer than the {count} asked for: all are taken"
+    return f"{name} has {counted(taken, 'prompt')}, fewer than the {count} asked for: all are taken"
 
 
 def _content(prompt: Prompt) -> list[Any]:

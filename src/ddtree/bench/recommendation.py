@@ -22,6 +22,7 @@ from ddtree.bench.evidence import (
 from ddtree.bench.launch import launch_lines
 from ddtree.bench.run_format import Arm, Cell, Run
 from ddtree.config import Mode, check, is_int
+from ddtree.errors import counted
 from ddtree.tree.budget_cost import DraftPlan
 from ddtree.tree.forecast import RoundTimes
 from ddtree.tree.plan_rates import Evidence, Ratio, short_plan
@@ -145,7 +146,8 @@ def _group(
     missing = [load for load in concurrency if load not in evidence]
     notes = [f"nothing can be told of {load} at once: too little was measured around it" for load in missing]
     notes += [
-        f"{load} at once was never reached: {count} prompts a set" for load, count in short_cells(cells)
+        f"{load} at once was never reached: {counted(count, 'prompt')} a set"
+        for load, count in short_cells(cells)
     ]
     if is_uneven(cells):
         notes.append("not every arm has every cell yet; gains are over the texts that both arms have")

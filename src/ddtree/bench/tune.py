@@ -21,7 +21,7 @@ from ddtree.bench.origin import device_name
 from ddtree.bench.recommendation import Recommendation, group_advice
 from ddtree.bench.run_format import EMBEDDED
 from ddtree.config import Mode, SamplingParams, parse_budget
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, counted
 from ddtree.stats import RoundStats
 from ddtree.tree.budget_cost import PLAIN, DraftPlan
 from ddtree.tree.plan_rates import Evidence, Measured, Trial, plan_order, rate_ratio, short_plan
@@ -306,8 +306,8 @@ class Tuner:
         num_rounds = sum(look.rounds for looks in self.looks.values() for look in looks)
         num_texts = len({look.text for looks in self.looks.values() for look in looks})
         notes = [
-            f"{num_rounds} rounds on {num_texts} texts in {self.spent_s:.0f} s; rates are of decoding, "
-            "prefills left out"
+            f"{counted(num_rounds, 'round')} on {counted(num_texts, 'text')} in {self.spent_s:.0f} s; rates "
+            "are of decoding, prefills left out"
         ]
         if self.is_interrupted:
             notes.append("stopped early: this is from what was measured so far")
@@ -318,7 +318,7 @@ class Tuner:
         num_slow = sum(look.num_slow for looks in self.looks.values() for look in looks)
         if num_slow:
             notes.append(
-                f"{num_slow} rounds took over {SLOW_ROUND:g} times the usual and count as usual ones"
+                f"{counted(num_slow, 'round')} took over {SLOW_ROUND:g} times the usual and counted as usual"
             )
         return notes
 

@@ -20,7 +20,7 @@ from ddtree.cli.console import StdoutConsole, messages, plain_text, write, write
 from ddtree.cli.exit_codes import ARMS_FAILED, TERMINATED
 from ddtree.cli.options import Output, Panel, expand_settings, given_flags, refuse_unread
 from ddtree.cli.train_progress import BarReporter, LineReporter
-from ddtree.errors import MissingExtraError
+from ddtree.errors import MissingExtraError, counted
 
 if TYPE_CHECKING:
     from ddtree.bench.runner import BenchResult, Plan
@@ -160,11 +160,13 @@ def _reporter(stderr: Console) -> Iterator[BarReporter | LineReporter]:
 
 def plan_line(plan: Plan) -> str:
     """What is to come, in one line."""
-    done = f", {plan.num_done} cells are measured already" if plan.num_done else ""
+    are = "is" if plan.num_done == 1 else "are"
+    done = f", {counted(plan.num_done, 'cell')} {are} measured already" if plan.num_done else ""
     where = f", on {plan.header.device}" if plan.config.has_own_engines else ""
     return (
-        f"{len(plan.arms)} arms on {', '.join(plan.sets)}: {plan.num_cells} cells, {plan.num_requests} "
-        f"requests of at most {plan.config.max_tokens} tokens{where}{done}"
+        f"{counted(len(plan.arms), 'arm')} on {', '.join(plan.sets)}: {counted(plan.num_cells, 'cell')}, "
+        f"{counted(plan.num_requests, 'request')} of at most {counted(plan.config.max_tokens, 'token')}"
+        f"{where}{done}"
     )
 
 
@@ -202,7 +204,8 @@ def _show(result: BenchResult, run: Path, stderr: Console, *, as_json: bool) -> 
         for setting in settings:
             console.print(_table(setting, [row for row in rows if row.setting == setting]))
     if result.num_left_out:
-        stderr.print(f"{result.num_left_out} outputs without token ids were left out of the outputs file")
+        left_out, were = counted(result.num_left_out, "output"), "was" if result.num_left_out == 1 else "were"
+        stderr.print(f"{left_out} without token ids {were} left out of the outputs file")
     for line in result.failures:
         stderr.print(plain_text(f"not measured: {line}"), soft_wrap=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 from ddtree.config import PluginConfig
 from ddtree.doctor.copies import Copy
 from ddtree.doctor.report import Finding, Level, Section
-from ddtree.errors import ConfigError
+from ddtree.errors import ConfigError, counted
 from ddtree.sglang_plugin import contract
 from ddtree.sglang_plugin.contract import ContractReport, Status
 from ddtree.sglang_plugin.contract_files import SourceFiles, open_files
@@ -69,10 +69,6 @@ def module_findings(report: ContractReport) -> list[Finding]:
             Finding("contract.optional", Level.WARN, told, why=WHY_LOST, todo=UPGRADE, names=tuple(lost))
         )
     return found
-
-
-def counted(number: int, noun: str) -> str:
-    return f"1 {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def module_table(report: ContractReport) -> list[str]:

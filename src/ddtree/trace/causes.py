@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ddtree.errors import counted
 from ddtree.trace.choice import EXCLUDED
 from ddtree.trace.figures import FigureCheck
-from ddtree.trace.findings import Finding, counted
+from ddtree.trace.findings import Finding
 from ddtree.trace.judge import Judged
 from ddtree.trace.locate import FirstWrong, located
 from ddtree.trace.outputs import Sampling

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddtree.trace.findings import Finding, counted
+from ddtree.errors import counted
+from ddtree.trace.findings import Finding
 from ddtree.trace.run_file import Answer
 
 # Of an allowed gap, which near ties alone show: a log-probability has the errors of all logits.

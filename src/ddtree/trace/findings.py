@@ -183,11 +183,6 @@ def round_findings(run: Run, prefix: str = "") -> Iterator[Finding]:
             yield Finding(ROUND_KINDS[problem.kind], f"{prefix}{answer.output.name}: {problem.text}{more}")
 
 
-def counted(number: int, noun: str) -> str:
-    """A number and its noun."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def kinds_of(findings: Sequence[Finding]) -> list[Kind]:
     """The kinds of findings, each once, in order."""
     return list(dict.fromkeys(found.kind for found in findings))

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ddtree.trace.findings import Finding, Kind, counted
+from ddtree.errors import counted
+from ddtree.trace.findings import Finding, Kind
 from ddtree.trace.run_file import Answer
 from ddtree.trace_format import TraceRound
 

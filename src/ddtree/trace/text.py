@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ddtree.errors import counted
 from ddtree.trace.compare import Acceptance, Comparison
 from ddtree.trace.files import ReplayReport
-from ddtree.trace.findings import MEANINGS, Finding, counted, kinds_of
+from ddtree.trace.findings import MEANINGS, Finding, kinds_of
 from ddtree.trace.run_file import Run
 
 SHOWN = 20  # findings of one kind; the JSON report has them all
