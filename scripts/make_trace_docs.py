@@ -81,10 +81,11 @@ def overhead_rows(path: Path) -> Iterator[str]:
     where = on_cpu if results["device"] == "cpu" else machine["gpus"][0]
     what = "{model} in {dtype}, greedy, budget {budget}, {max_tokens} tokens".format_map(results)
     num_pairs = results["num_prompts"] * results["repeats"]
+    note = f"; {results['note']}" if "note" in results else ""
     for detail, extra in results["extra_time"].items():
         round_us = f"{alone['take']} µs, {alone['line']} µs" if detail == "summary" else ""
         yield (
-            f"| {where}: {what}, {num_pairs} pairs | `{detail}` | {cost(extra['cpu'])} "
+            f"| {where}: {what}, {num_pairs} pairs{note} | `{detail}` | {cost(extra['cpu'])} "
             f"| {cost(extra['wall'])} | {round_us} |\n"
         )
 
